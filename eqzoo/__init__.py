@@ -1,0 +1,17 @@
+"""The model zoo of JAX and Equinox: every model a pytree, every training loop in sight."""
+
+from eqzoo import nn as nn
+from eqzoo import tree as tree
+from eqzoo._model import Frozen as Frozen
+from eqzoo._model import apply as apply
+from eqzoo._model import create as create
+from eqzoo._model import freeze as freeze
+from eqzoo._model import is_stateful as is_stateful
+from eqzoo._model import load as load
+from eqzoo._model import save as save
+from eqzoo._registry import list_models as list_models
+from eqzoo.checkpoint import CheckpointError as CheckpointError
+from eqzoo.models.vision.mlp import MLP as MLP
+from eqzoo.models.vision.mlp import MLPConfig as MLPConfig
+from eqzoo.models.vision.resnet import ResNet as ResNet
+from eqzoo.models.vision.resnet import ResNetConfig as ResNetConfig

@@ -1,0 +1,76 @@
+"""The axis vocabulary, and the check that turns a wrong argument of a public method into one sentence.
+
+Axes: images are "height width channels", sequences "tokens dim", attention heads "heads tokens dim_head", token ids
+"tokens". A model maps one example; no axis is a batch.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from beartype import beartype
+from jaxtyping import AbstractArray, TypeCheckError, jaxtyped
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def typed(method: Method) -> Method:
+    """Check a model's public method on every call; under `jit` that happens while tracing and costs nothing."""
+    checked = jaxtyped(method, typechecker=beartype)
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def wrapper(*args, **kwargs):
+        try:
+            return checked(*args, **kwargs)
+        except TypeCheckError as error:
+            about = re.match(r"Type-check error whilst checking the parameters of (\S+)\.\n", str(error))
+            culprit = re.search(r"typechecking parameter '(\w+)'", str(error))
+            if about is None or culprit is None or not about[1].endswith(method.__qualname__):
+                raise
+            arguments = signature.bind(*args, **kwargs).arguments
+            annotation = signature.parameters[culprit[1]].annotation
+            message = _sentence(arguments["self"], culprit[1], arguments[culprit[1]], annotation)
+        raise TypeError(message)
+
+    return wrapper  # pyright: ignore[reportReturnType]
+
+
+def _sentence(model: Any, name: str, value: Any, annotation: Any) -> str:
+    owner = type(model).__name__
+    if not (inspect.isclass(annotation) and issubclass(annotation, AbstractArray)):
+        return f"{owner}: {name} is {_describe(value)}, expected {annotation}"
+    kind = annotation.__name__.split("[")[0]
+    axes = annotation.dim_str.format(self=model).split()
+    expected = f"a {kind.lower()} array of shape ({', '.join(axes)})"
+    return f"{owner}: {name} is {_describe(value)}, expected {expected}; {_remedy(name, value, kind, axes)}"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"{'a numpy array' if isinstance(value, np.ndarray) else 'an array'} of shape {value.shape} and dtype {value.dtype}"
+    return f"{value!r}" if value is None or isinstance(value, int | float | str) else f"a {type(value).__name__}"
+
+
+def _remedy(name: str, value: Any, kind: str, axes: list[str]) -> str:
+    if not isinstance(value, jax.Array):
+        return f"pass a JAX array: `jnp.asarray({name})`"
+    channels = int(axes[-1]) if axes[-1].isdigit() else None
+    if value.ndim == len(axes) + 1:
+        return "a model takes one example, so map it over the batch: `jax.vmap(model)`"
+    if value.ndim != len(axes):
+        return f"pass an array with {len(axes)} axes"
+    if channels is not None and value.shape[-1] != channels:
+        if value.shape[0] == channels:
+            return f"images are channels-last: `jnp.moveaxis({name}, 0, -1)`"
+        return f"pass {channels} channels, or create the model with `in_channels={value.shape[-1]}`"
+    if kind == "Float" and not jnp.issubdtype(value.dtype, jnp.floating):
+        return f"convert it as the model was trained, for example `{name}.astype(jnp.float32) / 255`"
+    if kind == "Int" and not jnp.issubdtype(value.dtype, jnp.integer):
+        return f"token ids are integers: `{name}.astype(jnp.int32)`"
+    return "pass an array of that shape"

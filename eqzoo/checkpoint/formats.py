@@ -1,0 +1,281 @@
+"""Checkpoints opened without torch: `.safetensors`, torch's `.pth`/`.pt`/`.bin` (zip and legacy), `.npz`, folders.
+
+A file's content, not its ending, says which it is. Everything it claims is checked against its size before anything is
+allocated, and nothing it contains is executed.
+"""
+
+import difflib
+import io
+import json
+import math
+import mmap
+import os
+import struct
+import uuid
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Shaped
+
+from ._torch_pickle import DTYPES, View, state_dict, unpickle
+from .errors import CheckpointError, listing
+
+_SAFETENSORS_DTYPES = (
+    {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64", "BOOL": "bool"}
+    | {"F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E8M0": "float8_e8m0fnu"}
+    | {"F8_E5M2": "float8_e5m2", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
+    | {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+)
+_ENDINGS = (".safetensors", ".pth", ".pt", ".bin", ".npz")
+_PREFIXES = ("module.", "_orig_mod.")  # left by DataParallel and torch.compile
+_LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+_MAX_DIMS = 64  # numpy's own limit
+_MAX_NPY_HEADER = 16_384
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor still in its file. Each `read()` returns a new, contiguous, writable copy."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], Shaped[np.ndarray, "..."]]
+
+
+def open_checkpoint(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a checkpoint file or folder by name, and its text metadata (empty unless it is a `.safetensors`).
+
+    No tensor is read yet. In a torch file, scalars beside the tensors are ignored, a state dict under one of the usual
+    keys ("state_dict", "model", ...) is unwrapped, and prefixes that wrappers gave to all names are removed.
+    """
+    path = Path(path)
+    tensors, metadata = _open_folder(path) if path.is_dir() else _open_file(path)
+    while prefix := next((p for p in _PREFIXES if tensors and all(name.startswith(p) for name in tensors)), None):
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors, metadata
+
+
+def write_safetensors(
+    path: str | os.PathLike, tensors: Mapping[str, Shaped[np.ndarray, "..."]], metadata: Mapping[str, str]
+) -> None:
+    """Writes a `.safetensors` file that appears under its name only once it is complete and on disk."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"The folder {path.parent} does not exist; create it before writing {path.name} there.")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        # safetensors writes the memory behind an array as it lies, whatever the strides.
+        save_file({name: np.asarray(x, order="C") for name, x in tensors.items()}, temporary, dict(metadata))
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} could not be written: {error}.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _open_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / name).exists():
+            return _open_shards(folder / name) if name.endswith(".json") else _open_file(folder / name)
+    if (folder / "pytorch_model.bin").exists():
+        return _open_file(folder / "pytorch_model.bin")
+    names = sorted(entry.name for entry in folder.iterdir())
+    checkpoints = [name for name in names if name.endswith(_ENDINGS)]
+    if len(checkpoints) != 1:
+        raise CheckpointError(
+            f"{folder} should hold model.safetensors, pytorch_model.bin, the index of either, or exactly one file "
+            f"ending in {', '.join(_ENDINGS)}; it holds {listing(names)}. Give the file's own path."
+        )
+    return _open_file(folder / checkpoints[0])
+
+
+def _open_shards(index: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        shard_of = json.loads(index.read_bytes())["weight_map"]
+        # A hub cache links its files to elsewhere, so it is the name, not where it leads, that must stay in the folder.
+        if not all(Path(shard).name == shard and shard not in ("", "..") for shard in shard_of.values()):
+            raise CheckpointError(f"{index} is refused: it names a shard outside its own folder; download it again.")
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise _corrupt(index, 'a "weight_map" from tensor names to file names was expected', error) from error
+    tensors, metadata = {}, {}
+    for shard in sorted(set(shard_of.values())):
+        shard_tensors, shard_metadata = _open_file(index.parent / shard)
+        missing = [name for name in shard_of if shard_of[name] == shard and name not in shard_tensors]
+        repeated = [name for name in shard_tensors if name in tensors]
+        if missing or repeated:
+            raise CheckpointError(
+                f"{index.parent / shard} does not fit {index.name}: it lacks {listing(missing)} and repeats "
+                f"{listing(repeated)}; download the folder again."
+            )
+        tensors |= shard_tensors
+        metadata |= shard_metadata
+    return tensors, metadata
+
+
+def _open_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else "check the path."
+        raise FileNotFoundError(f"There is no checkpoint file {path}; {hint}")
+    with open(path, "rb") as opened:
+        start = opened.read(len(_LEGACY_MAGIC))
+        file = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if start else None
+    if start.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        reader = _read_zip
+    elif start == _LEGACY_MAGIC:
+        reader = _read_legacy
+    elif start[8:9] == b"{":
+        reader = _read_safetensors
+    else:
+        reader = None
+    if file is None or reader is None:
+        raise CheckpointError(
+            f"{path} starts with {start!r}; a .safetensors, .npz or torch file was expected: "
+            "download it again, or save it in one of these formats."
+        )
+    try:
+        return reader(file, path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} {error}") from error
+    except Exception as error:  # whatever a parser trips over in bytes that were never meant for it
+        raise _corrupt(path, f"{reader.__doc__} was expected", error) from error
+
+
+def _read_safetensors(file: mmap.mmap, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """a complete .safetensors file"""
+    from safetensors import safe_open
+
+    # The library checks the header strictly, but its numpy side knows neither bfloat16 nor float8.
+    with safe_open(path, framework="numpy"):
+        (header_size,) = struct.unpack("<Q", file[:8])
+    header = json.loads(file[8 : 8 + header_size])
+    metadata = header.pop("__metadata__", None) or {}
+    tensors = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in _SAFETENSORS_DTYPES:
+            raise CheckpointError(f"stores {name!r} as {entry['dtype']}, which numpy cannot hold; convert it first.")
+        begin, end = entry["data_offsets"]
+        dtype, shape = DTYPES[_SAFETENSORS_DTYPES[entry["dtype"]]], tuple(entry["shape"])
+        tensors[name] = _tensor(file, 8 + header_size + begin, end - begin, dtype, shape, _contiguous(shape))
+    return tensors, metadata
+
+
+def _read_zip(file: mmap.mmap, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """a complete zip archive written by torch.save or numpy.savez"""
+    with zipfile.ZipFile(path) as archive:
+        entries = {info.filename: info for info in archive.infolist()}
+    pickles = [name for name in entries if name.split("/")[1:] == ["data.pkl"]]
+    if not pickles and entries and all(name.endswith(".npy") for name in entries):
+        return {name.removesuffix(".npy"): _npy_tensor(file, info) for name, info in entries.items()}, {}
+    if len(pickles) != 1:
+        raise CheckpointError(f"is a zip archive of neither torch nor numpy: it holds {listing(list(entries))}.")
+    root = pickles[0].removesuffix("data.pkl")
+    if root + "constants.pkl" in entries:
+        raise CheckpointError("is a TorchScript program, not a checkpoint; save the state_dict of its model instead.")
+    if root + "byteorder" in entries and _zip_bytes(file, entries[root + "byteorder"]) != b"little":
+        raise CheckpointError("was saved by a big-endian machine; save it on a little-endian one.")
+    content, _ = unpickle(io.BytesIO(_zip_bytes(file, entries[pickles[0]])))
+    views = state_dict(content)
+    spans = {view.storage.key: _zip_span(file, entries[f"{root}data/{view.storage.key}"]) for view in views.values()}
+    return {name: _torch_tensor(file, view, *spans[view.storage.key]) for name, view in views.items()}, {}
+
+
+def _read_legacy(file: mmap.mmap, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """a complete torch file in the layout of torch before 1.6"""
+    _magic, _version, (system, _) = unpickle(file), unpickle(file), unpickle(file)
+    if not system["little_endian"]:
+        raise CheckpointError("was saved by a big-endian machine; save it on a little-endian one.")
+    content, storages = unpickle(file)
+    keys, _ = unpickle(file)
+    spans = {}
+    for key in keys:
+        if type(key) is not str:  # hashing anything else may recurse without end
+            raise TypeError("a storage's key is not a string")
+        (size,) = struct.unpack("<q", file.read(8))
+        if size != storages[key].size:
+            raise ValueError("a storage's size differs from the one its tensors state")
+        spans[key] = file.tell(), size * storages[key].dtype.itemsize
+        file.seek(sum(spans[key]))
+    views = state_dict(content)
+    return {name: _torch_tensor(file, view, *spans[view.storage.key]) for name, view in views.items()}, {}
+
+
+def _torch_tensor(file: mmap.mmap, view: View, begin: int, nbytes: int) -> Tensor:
+    if view.storage.size * view.storage.dtype.itemsize != nbytes:
+        raise ValueError("a storage's size differs from the one its tensors state")
+    return _tensor(file, begin, nbytes, view.dtype, view.shape, view.strides, view.offset)
+
+
+def _tensor(
+    file: mmap.mmap,
+    begin: int,
+    nbytes: int,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int = 0,
+) -> Tensor:
+    """A tensor within `file[begin : begin + nbytes]`; strides and offset count elements."""
+    if len(shape) != len(strides) or len(shape) > _MAX_DIMS or min((offset, *shape, *strides)) < 0:
+        raise ValueError("a tensor's shape and strides are not possible")
+    if not 0 <= begin <= begin + nbytes <= len(file):
+        raise ValueError("a tensor's storage reaches beyond the end of the file")
+    size = math.prod(shape)
+    last = offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+    if size and (last + 1) * dtype.itemsize > nbytes:
+        raise ValueError("a tensor reaches beyond its storage")
+    if size * dtype.itemsize > len(file) or max(shape, default=0) >= 2**31:
+        raise CheckpointError(f"holds a tensor of shape {shape}, larger than the file; save it without expanding it.")
+    if not size:
+        return Tensor(shape, dtype, partial(np.empty, shape, dtype))
+    byte_strides = tuple(stride * dtype.itemsize for stride in strides)
+    view = np.ndarray(shape, dtype, file, begin + offset * dtype.itemsize, byte_strides)
+    return Tensor(shape, dtype, view.copy)
+
+
+def _npy_tensor(file: mmap.mmap, info: zipfile.ZipInfo) -> Tensor:
+    begin, nbytes = _zip_span(file, info)
+    stream = io.BytesIO(file[begin : begin + min(nbytes, _MAX_NPY_HEADER)])
+    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    shape, fortran_order, dtype = read_header[np.lib.format.read_magic(stream)](stream)
+    if dtype not in DTYPES.values():
+        raise CheckpointError(f"stores {info.filename!r} as {dtype}, which is no number of this machine; convert it.")
+    strides = _contiguous(shape[::-1])[::-1] if fortran_order else _contiguous(shape)
+    return _tensor(file, begin + stream.tell(), nbytes - stream.tell(), dtype, shape, strides)
+
+
+def _zip_span(file: mmap.mmap, info: zipfile.ZipInfo) -> tuple[int, int]:
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+        raise CheckpointError("is compressed or encrypted; save it with torch.save or numpy.savez.")
+    signature, name_size, extra_size = struct.unpack("<4s22xHH", file[info.header_offset : info.header_offset + 30])
+    if signature != b"PK\x03\x04" or info.file_size != info.compress_size:
+        raise ValueError("an entry of the archive is not where its directory says")
+    begin = info.header_offset + 30 + name_size + extra_size
+    if info.header_offset < 0 or begin + info.file_size > len(file):
+        raise ValueError("an entry of the archive reaches beyond the end of the file")
+    return begin, info.file_size
+
+
+def _zip_bytes(file: mmap.mmap, info: zipfile.ZipInfo) -> bytes:
+    begin, nbytes = _zip_span(file, info)
+    return file[begin : begin + nbytes]
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _corrupt(path: Path, expected: str, error: Exception) -> CheckpointError:
+    reason = f"{type(error).__name__}: {error}"[:300]
+    return CheckpointError(f"{path} is truncated or corrupt: {expected} ({reason}); download it again.")

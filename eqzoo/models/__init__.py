@@ -1,0 +1,1 @@
+"""One family a file: config, blocks, model, variants, checkpoint rules, sharding rules."""

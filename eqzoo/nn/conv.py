@@ -1,0 +1,133 @@
+"""Two-dimensional convolution, channels-last."""
+
+from math import ceil
+from typing import Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqzoo.nn._conv_primitives import Geometry, conv
+from eqzoo.nn._init import Init, weight_and_bias
+
+Pair = tuple[int, int]
+Padding = int | Pair | Literal["same", "same_tf"]
+
+
+def conv2d(
+    x: Float[Array, "height width in"],
+    weight: Float[Array, "out in_per_group kh kw"],
+    bias: Float[Array, " out"] | None = None,
+    *,
+    stride: int | Pair = 1,
+    padding: Padding = 0,
+    dilation: int | Pair = 1,
+    groups: int = 1,
+) -> Float[Array, "out_height out_width out"]:
+    """Convolves one image. `padding` is a size per axis, torch's `"same"`, or TensorFlow's, `"same_tf"`."""
+    channels = weight.shape[1] * groups
+    if x.shape[2] != channels:
+        message = f"The image has {x.shape[2]} channels (shape {x.shape}), but the convolution expects {channels}."
+        if x.shape[0] == channels:
+            message += " Images are channels-last, (height, width, channels): pass `jnp.moveaxis(x, 0, -1)`."
+        raise ValueError(message)
+
+    size, kernel = x.shape[:2], weight.shape[2:]
+    stride, dilation = as_pair(stride), as_pair(dilation)
+    geometry = Geometry(size, kernel, stride, explicit_padding(padding, size, kernel, stride, dilation), dilation, groups)
+    dtype = jnp.promote_types(x.dtype, weight.dtype)
+    x, weight = x.astype(dtype), weight.astype(dtype)
+
+    unpadded = groups == 1 and geometry.padding == ((0, 0), (0, 0))
+    if unpadded and kernel == (1, 1):
+        y = x[:: stride[0], :: stride[1]] @ weight[:, :, 0, 0].T
+    elif unpadded and kernel == stride and dilation == (1, 1):
+        y = _patches(x, geometry) @ weight.transpose(2, 3, 1, 0).reshape(-1, weight.shape[0])
+    else:
+        y = conv(x[None], weight, geometry)[0]
+    return y if bias is None else y + bias
+
+
+class Conv2d(eqx.Module):
+    """`torch.nn.Conv2d` on one channels-last image; the weight keeps torch's layout.
+
+    With `init`, that draws the weight and the bias starts at zero; without, both start as torch's do.
+    """
+
+    weight: Float[Array, "out in_per_group kh kw"]
+    bias: Float[Array, " out"] | None
+    stride: Pair = eqx.field(static=True)
+    padding: Padding = eqx.field(static=True)
+    dilation: Pair = eqx.field(static=True)
+    groups: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Pair,
+        *,
+        stride: int | Pair = 1,
+        padding: Padding = 0,
+        dilation: int | Pair = 1,
+        groups: int = 1,
+        use_bias: bool = True,
+        init: Init | None = None,
+        key: PRNGKeyArray,
+    ):
+        for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
+            if channels % groups:
+                raise ValueError(f"{name}={channels} is not a multiple of groups={groups}; change one of them.")
+        kernel_size, self.stride, self.dilation = as_pair(kernel_size), as_pair(stride), as_pair(dilation)
+        check_padding(padding, self.stride)
+        self.padding = as_pair(padding) if isinstance(padding, int) else padding
+        self.groups = groups
+
+        shape = (out_channels, in_channels // groups, *kernel_size)
+        self.weight, self.bias = weight_and_bias(key, shape, init, use_bias=use_bias)
+
+    def __call__(self, x: Float[Array, "height width in"]) -> Float[Array, "out_height out_width out"]:
+        return conv2d(
+            x,
+            self.weight,
+            self.bias,
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            groups=self.groups,
+        )
+
+
+def _patches(x: Array, geometry: Geometry) -> Array:
+    (rows, columns), (kh, kw) = geometry.out_size, geometry.kernel
+    x = x[: rows * kh, : columns * kw].reshape(rows, kh, columns, kw, x.shape[2])
+    return x.swapaxes(1, 2).reshape(rows, columns, -1)
+
+
+def as_pair(value: int | Pair) -> Pair:
+    return (value, value) if isinstance(value, int) else value
+
+
+def check_padding(padding: Padding, stride: Pair) -> None:
+    if isinstance(padding, str) and padding not in ("same", "same_tf"):
+        raise ValueError(f'padding="{padding}" is unknown; pass "same", "same_tf", or a size per axis.')
+    if padding == "same" and stride != (1, 1):
+        raise ValueError(f'padding="same" needs stride 1, got stride={stride}; pass "same_tf" or a size per axis.')
+
+
+def explicit_padding(padding: Padding, size: Pair, kernel: Pair, stride: Pair, dilation: Pair) -> tuple[Pair, Pair]:
+    """(low, high) per axis. What can't be split evenly goes to the end."""
+    check_padding(padding, stride)
+    if not isinstance(padding, str):
+        height, width = as_pair(padding)
+        return (height, height), (width, width)
+    return same_tf_padding(size, kernel, stride, dilation)
+
+
+def same_tf_padding(size: Pair, kernel: Pair, stride: Pair, dilation: Pair) -> tuple[Pair, Pair]:
+    totals = [
+        max((ceil(n / s) - 1) * s + d * (k - 1) + 1 - n, 0)
+        for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)
+    ]
+    height, width = ((total // 2, total - total // 2) for total in totals)
+    return height, width

@@ -1,0 +1,56 @@
+"""Layers that rescale: a learned factor per channel, and one computed from the image itself."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqzoo.nn.conv import Conv2d
+from eqzoo.nn.pool import global_avg_pool
+
+
+class LayerScale(eqx.Module):
+    """A learned factor per channel on a residual branch (Touvron et al., 2021)."""
+
+    weight: Float[Array, " dim"]
+
+    def __init__(self, dim: int, init: float):
+        self.weight = jnp.full(dim, init, jnp.float32)
+
+    def __call__(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes dim"]:
+        return x * self.weight.astype(x.dtype)
+
+
+def round_channels(channels: float, divisor: int = 8) -> int:
+    """The multiple of `divisor` nearest to `channels`, at least one."""
+    return max(divisor, int(channels + divisor / 2) // divisor * divisor)
+
+
+class SqueezeExcite(eqx.Module):
+    """Rescales each channel by a gate computed from the global average (Hu et al., 2018)."""
+
+    fc1: Conv2d
+    fc2: Conv2d
+    activation: Callable[[Array], Array] = eqx.field(static=True)
+    gate: Callable[[Array], Array] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        channels: int,
+        hidden: int,
+        *,
+        activation: Callable[[Array], Array] = jax.nn.relu,
+        gate: Callable[[Array], Array] = jax.nn.sigmoid,
+        key: PRNGKeyArray,
+    ):
+        key1, key2 = jax.random.split(key)
+        self.fc1 = Conv2d(channels, hidden, 1, key=key1)
+        self.fc2 = Conv2d(hidden, channels, 1, key=key2)
+        self.activation = activation
+        self.gate = gate
+
+    def __call__(self, x: Float[Array, "height width channels"]) -> Float[Array, "height width channels"]:
+        pooled = global_avg_pool(x)[None, None]
+        return x * self.gate(self.fc2(self.activation(self.fc1(pooled))))

@@ -1,0 +1,96 @@
+"""Depth as a scan: a run of like blocks held as one block whose arrays have a leading layer axis."""
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
+
+Block = TypeVar("Block")
+Tree = TypeVar("Tree")
+
+
+class Stack(eqx.Module, Generic[Block]):
+    """`depth` blocks of one structure, run in turn by `lax.scan`: the program stays as small as one block's.
+
+    `block` holds all layers: each of its arrays has a leading axis of length `depth`. With `remat`, the backward pass
+    recomputes each layer instead of keeping its intermediate values. `unroll` layers are laid out in each turn of the
+    loop. `scan_options` sets both on a whole model.
+    """
+
+    block: Block
+    depth: int = eqx.field(static=True)
+    remat: bool = eqx.field(static=True)
+    unroll: int = eqx.field(static=True)
+
+    def __init__(self, make_block: Callable[[PRNGKeyArray], Block], depth: int, *, key: PRNGKeyArray):
+        if depth < 1:
+            raise ValueError(f"Stack: depth={depth} leaves no block to run; pass depth >= 1")
+        self.block = eqx.filter_vmap(make_block)(jax.random.split(key, depth))
+        self.depth = depth
+        self.remat = False
+        self.unroll = 1
+
+    def scan(self, step: Callable[[Block, Any, Any], tuple[Any, Any]], carry: Any, xs: Any = None) -> tuple[Any, Any]:
+        """`carry, y = step(block, carry, x)` for each layer in turn; `xs` and the stacked `ys` lead with the layer."""
+        arrays, static = eqx.partition(self.block, eqx.is_array)
+
+        def body(carry, layer):
+            arrays, x = layer
+            return step(eqx.combine(arrays, static), carry, x)
+
+        if self.remat:
+            body = jax.checkpoint(body, prevent_cse=False)  # pyright: ignore[reportPrivateImportUsage]
+        return jax.lax.scan(body, carry, (arrays, xs), length=self.depth, unroll=self.unroll)
+
+    def __call__(
+        self, x: Float[Array, "*axes"], *, each: PyTree = None, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "*axes"]:
+        """Run `x = block(x, key=key)` for each layer with its own key, or `block(x, each[layer], key=key)`."""
+        return self.scan(_stateless_step, x, (each, _layer_keys(key, self.depth)))[0]
+
+    def with_state(
+        self, x: Float[Array, "*axes"], state: eqx.nn.State, *, key: PRNGKeyArray | None = None
+    ) -> tuple[Float[Array, "*axes"], eqx.nn.State]:
+        """Run `x, state = block(x, state, key=key)` for each layer, each with its own part of the state."""
+        xs = (state.substate(self.block), _layer_keys(key, self.depth))
+        x, substate = self.scan(_stateful_step, x, xs)
+        return x, state.update(substate)
+
+
+def _layer_keys(key: PRNGKeyArray | None, depth: int) -> Shaped[Array, "depth ..."] | None:
+    return None if key is None else jax.random.split(key, depth)
+
+
+def _stateless_step(block, x, layer):
+    each, key = layer
+    return (block(x, key=key) if each is None else block(x, each, key=key)), None
+
+
+def _stateful_step(block, x, layer):
+    state, key = layer
+    return block(x, state, key=key)
+
+
+def scan_options(model: Tree, *, remat: bool | None = None, unroll: int | None = None) -> Tree:
+    """A copy of `model` whose stacks recompute (`remat`) or lay out several layers at a time (`unroll`).
+
+    `unroll` is cut to each stack's own depth.
+    """
+
+    def change(node):
+        if not isinstance(node, Stack):
+            return node
+        copy = object.__new__(Stack)
+        new = {
+            "block": scan_options(node.block, remat=remat, unroll=unroll),
+            "depth": node.depth,
+            "remat": node.remat if remat is None else remat,
+            "unroll": node.unroll if unroll is None else min(unroll, node.depth),
+        }
+        for name, value in new.items():
+            object.__setattr__(copy, name, value)  # static fields are out of `eqx.tree_at`'s reach
+        return copy
+
+    return jax.tree.map(change, model, is_leaf=lambda node: isinstance(node, Stack))

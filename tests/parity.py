@@ -1,0 +1,125 @@
+"""Comparison with an upstream model: its weights through the checkpoint rules, then names, outputs and gradients."""
+
+import functools
+from collections.abc import Mapping
+from math import prod, sqrt
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import torch
+from jaxtyping import Array, PyTree
+
+from eqzoo._model import _maker, _merge, _skeleton, _stored, fill_from
+from eqzoo._registry import variant
+from eqzoo.checkpoint import Alias, Drop, plan, unfill
+from eqzoo.checkpoint.formats import Tensor
+from eqzoo.models._family import Family
+from eqzoo.tree import map_with_path
+
+Rules = tuple[Any, ...]
+
+
+def randomise(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Draw every parameter and running statistic, in place, so large that each of them matters to the output.
+
+    A matrix keeps the size of what it maps, so that attention is far from uniform and depth neither fades nor explodes;
+    norms and layer scales lie around one, biases, tokens and positions around zero.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            for name, tensor in module.named_parameters(recurse=False):
+                tensor.copy_(_drawn(module, name, tensor, generator))
+            for name, buffer in module.named_buffers(recurse=False):
+                if name == "running_mean":
+                    buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+                elif name == "running_var":
+                    buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
+                elif name == "num_batches_tracked":
+                    buffer.fill_(7)
+    return model
+
+
+def _drawn(module: torch.nn.Module, name: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(tensor.shape, generator=generator)
+    if tensor.ndim < 2:
+        return 0.3 * noise if name.endswith("bias") else 1 + 0.3 * noise
+    if not name.endswith("weight") or isinstance(module, torch.nn.Embedding):
+        return 0.5 * noise
+    fan_in = tensor.shape[0] if type(module).__name__ == "Conv1D" else prod(tensor.shape[1:])  # transformers' (in, out)
+    return noise / sqrt(fan_in)
+
+
+def from_torch(target: str | tuple[Family, Any], model: torch.nn.Module) -> tuple[Any, eqx.nn.State]:
+    """The pair of model and state with the weights of `model`; `target` is a model's name, or a family and a config."""
+    make, rules = _make_and_rules(target)
+    tensors = {name: _stored(tensor.detach().numpy().copy()) for name, tensor in model.state_dict().items()}
+    return fill_from(tensors, _skeleton(make), rules, f"this {type(model).__name__}", str(target))
+
+
+def _make_and_rules(target: str | tuple[Family, Any]) -> tuple[Any, Mapping[str, Rules]]:
+    if isinstance(target, str):
+        return _maker(target, {}), variant(target)[0].rules
+    family, config = target
+    return functools.partial(family.model, config), family.rules
+
+
+def assert_close(ours: Array | np.ndarray, theirs: torch.Tensor | np.ndarray, tolerance: float) -> None:
+    """Of one shape, finite, and the largest error at most `tolerance` times the largest number of theirs."""
+    theirs = theirs.detach().numpy() if isinstance(theirs, torch.Tensor) else theirs
+    ours = np.asarray(ours)
+    assert ours.shape == theirs.shape
+    assert np.isfinite(theirs).all(), "upstream's own result is not finite"
+    error = np.abs(ours - theirs).max() / np.abs(theirs).max()
+    assert error <= tolerance, f"relative error {error:.2e}, above {tolerance:.0e}"
+
+
+def assert_same_gradients(gradients: PyTree, model: torch.nn.Module, rules: Rules, tolerance: float = 1e-3) -> None:
+    """A model-shaped tree of gradients against `.grad` of every trained parameter upstream, tensor by tensor.
+
+    An error counts relative to its tensor's largest gradient; where that should vanish (a key's bias), rounding is
+    allowed for at a thousandth of the model's largest.
+    """
+    ours = unfill(gradients, rules)
+    theirs = {
+        name: np.zeros(tuple(parameter.shape)) if parameter.grad is None else parameter.grad.numpy()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    largest = max(np.abs(gradient).max() for gradient in theirs.values())
+    assert largest > 0, "upstream has no gradients: call backward() first"
+    for name, gradient in theirs.items():
+        scale = max(np.abs(gradient).max(), 1e-3 * largest)
+        error = np.abs(ours[name] - gradient).max() / scale
+        assert error <= tolerance, f"{name}: relative error {error:.2e}, above {tolerance:.0e}"
+
+
+def assert_names_and_shapes(target: str | tuple[Family, Any], upstream: Mapping[str, torch.Tensor]) -> None:
+    """A state dict (on torch's meta device) fits the model completely, and the model's export is that state dict."""
+    make, namings = _make_and_rules(target)
+    model, state = _skeleton(make)
+    skeleton = _merge(model, state)
+    tensors = {name: Tensor(tuple(tensor.shape), _dtype(tensor), lambda: np.empty(0)) for name, tensor in upstream.items()}
+    fits = {naming: plan(skeleton, tensors, rules) for naming, rules in namings.items()}
+    naming = min(fits, key=lambda naming: fits[naming].problems)
+    assert not fits[naming].problems, fits[naming].report("upstream's state dict", str(target))
+
+    moved = {name for name, _, _ in fits[naming].moves}
+    rest = [rule for rule in namings[naming] if isinstance(rule, Drop | Alias)]
+    assert moved == upstream.keys() or rest, upstream.keys() - moved
+    exported = unfill(map_with_path(lambda _, leaf: _zeros(leaf), skeleton), namings[naming])
+    assert {name: array.shape for name, array in exported.items()} == {name: tuple(upstream[name].shape) for name in moved}
+    count = sum(leaf.size for leaf in jax.tree.leaves(skeleton) if isinstance(leaf, jax.ShapeDtypeStruct))
+    assert count == sum(upstream[name].numel() for name in moved)
+
+
+def _zeros(leaf: Any) -> Any:
+    """An array of the leaf's shape that takes no memory."""
+    return np.broadcast_to(np.zeros((), np.int8), leaf.shape) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+
+def _dtype(tensor: torch.Tensor) -> np.dtype:
+    return np.dtype(str(tensor.dtype).removeprefix("torch."))
