@@ -42,9 +42,9 @@ def is_stateful(model: Any) -> bool:
 def apply(
     model: Any, state: eqx.nn.State, x: Array, *, key: PRNGKeyArray | None = None
 ) -> tuple[Any, eqx.nn.State]:
-    """Call any model, stateful or not, in one form: `(y, state)`."""
+    """Call any model, stateful or not, in one form: `(y, state)`. The state passed in stays usable."""
     if is_stateful(model):
-        return model(x, state, key=key)
+        return model(x, _copy(state), key=key)
     return model(x, key=key), state
 
 
@@ -74,10 +74,14 @@ class Frozen(eqx.Module):
 
 def _without_state(function: Callable[..., Any], state: eqx.nn.State) -> Callable[..., Any]:
     def call(x, **options):
-        # A copy: Equinox voids a state that has been passed on. And statistics are no parameters.
-        return function(x, jax.lax.stop_gradient(state), **options)[0]
+        return function(x, jax.lax.stop_gradient(_copy(state)), **options)[0]  # statistics are no parameters
 
     return call
+
+
+def _copy(state: eqx.nn.State) -> eqx.nn.State:
+    """The same values in a new object: Equinox voids a `State` once a layer has made a new one from it."""
+    return jax.tree.map(lambda leaf: leaf, state)
 
 
 def save(path: str | os.PathLike, model: Any, state: eqx.nn.State | None = None) -> None:
@@ -96,9 +100,8 @@ def save(path: str | os.PathLike, model: Any, state: eqx.nn.State | None = None)
         fit = plan(_merge(*skeleton), {name: _stored(array) for name, array in tensors.items()}, OWN_FORMAT)
         if fit.problems:
             raise CheckpointError(
-                f"{fit.report('this model', f'its own config ({model.config})')}\n"
-                f"  a changed model can't be rebuilt from its config: save it with `eqx.tree_serialise_leaves`, "
-                f"or give it the config it has become"
+                f"{fit.report(f'this {family.model.__name__}', 'its own config')}\n"
+                f"  load could not rebuild it: give it the config it has become, or save it under a class of your own"
             )
         config = {"model": family.model.__name__, "config": dataclasses.asdict(model.config)}
         metadata["eqzoo"] = json.dumps(config)
@@ -143,7 +146,7 @@ def fill_from(
     fits = {naming: plan(merged, tensors, rules) for naming, rules in namings.items()}
     naming = min(fits, key=lambda naming: fits[naming].problems)
     if fits[naming].problems:
-        raise CheckpointError(fits[naming].report(source, label))
+        raise CheckpointError(f"{fits[naming].report(source, label)}\n  pass the `name` of the model the file was made for")
     if naming == "own":
         merged = _with_stored_dtypes(merged, tensors, fits[naming])
     return _split(fill(merged, tensors, fits[naming]), *pair)

@@ -1,7 +1,23 @@
-"""One compilation cache for the whole run, 8 host devices, jaxtyping on every function of the package, torchvision's operators."""
+"""Settings for the whole run: 8 host devices, one compilation cache, and what torchvision needs before it is imported."""
 
 import os
+from pathlib import Path
 
-# Before JAX starts: the sharding tests need several devices, and the cache spares the workers each other's compilations.
+# Before JAX starts: sharding needs several devices; the cache spares workers and later runs each other's compilations.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+try:
+    import torch
+except ModuleNotFoundError:  # the tests that compare with upstream can't run; the others can
+    pass
+else:
+    torch.set_num_threads(1)  # workers share the cores
+    # torchvision's compiled operators don't load beside torch's CPU build; building and running models needs only
+    # that these two exist.
+    OPERATORS = torch.library.Library("torchvision", "DEF")
+    OPERATORS.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    OPERATORS.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -13,10 +13,9 @@ from jaxtyping import Array, PyTree
 
 from eqzoo._model import _maker, _merge, _skeleton, _stored, fill_from
 from eqzoo._registry import variant
-from eqzoo.checkpoint import Alias, Drop, plan, unfill
+from eqzoo.checkpoint import plan, unfill
 from eqzoo.checkpoint.formats import Tensor
 from eqzoo.models._family import Family
-from eqzoo.tree import map_with_path
 
 Rules = tuple[Any, ...]
 
@@ -98,22 +97,23 @@ def assert_same_gradients(gradients: PyTree, model: torch.nn.Module, rules: Rule
 
 
 def assert_names_and_shapes(target: str | tuple[Family, Any], upstream: Mapping[str, torch.Tensor]) -> None:
-    """A state dict (on torch's meta device) fits the model completely, and the model's export is that state dict."""
+    """A state dict (on torch's meta device) fits the model completely, and the model's export is that state dict.
+
+    What the rules drop, and second names of one tensor, need no place in the model or its export.
+    """
     make, namings = _make_and_rules(target)
-    model, state = _skeleton(make)
-    skeleton = _merge(model, state)
-    tensors = {name: Tensor(tuple(tensor.shape), _dtype(tensor), lambda: np.empty(0)) for name, tensor in upstream.items()}
+    skeleton = _merge(*_skeleton(make))
+    shapes = {name: tuple(tensor.shape) for name, tensor in upstream.items()}
+    tensors = {name: Tensor(shapes[name], _dtype(tensor), lambda: np.empty(0)) for name, tensor in upstream.items()}
     fits = {naming: plan(skeleton, tensors, rules) for naming, rules in namings.items()}
     naming = min(fits, key=lambda naming: fits[naming].problems)
     assert not fits[naming].problems, fits[naming].report("upstream's state dict", str(target))
 
-    moved = {name for name, _, _ in fits[naming].moves}
-    rest = [rule for rule in namings[naming] if isinstance(rule, Drop | Alias)]
-    assert moved == upstream.keys() or rest, upstream.keys() - moved
-    exported = unfill(map_with_path(lambda _, leaf: _zeros(leaf), skeleton), namings[naming])
-    assert {name: array.shape for name, array in exported.items()} == {name: tuple(upstream[name].shape) for name in moved}
+    expected = {name: shapes[name] for name, _, _ in fits[naming].moves}
+    exported = unfill(jax.tree.map(_zeros, skeleton), namings[naming])
+    assert {name: array.shape for name, array in exported.items()} == expected
     count = sum(leaf.size for leaf in jax.tree.leaves(skeleton) if isinstance(leaf, jax.ShapeDtypeStruct))
-    assert count == sum(upstream[name].numel() for name in moved)
+    assert count == sum(prod(shape) for shape in expected.values())
 
 
 def _zeros(leaf: Any) -> Any:

@@ -61,11 +61,11 @@ class View:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any) -> View:
-    return _tensor_v3(storage, offset, shape, strides, False, None, storage.dtype)
+    return _tensor_v3(storage, offset, shape, strides, None, None, None)
 
 
 def _tensor_v2(storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, flags: Any = None) -> View:
-    return _tensor_v3(storage, offset, shape, strides, grad, hooks, storage.dtype, flags)
+    return _tensor_v3(storage, offset, shape, strides, grad, hooks, None, flags)
 
 
 def _tensor_v3(
@@ -77,12 +77,12 @@ def _tensor_v3(
         )
     if not (
         isinstance(storage, Storage)
-        and isinstance(dtype, np.dtype)
+        and isinstance(dtype, np.dtype | None)
         and type(shape) is type(strides) is tuple
         and all(type(number) is int for number in (offset, *shape, *strides))
     ):
         raise TypeError("a tensor is not described by a storage, an offset, a shape and strides")
-    return View(storage, dtype, offset, shape, strides)
+    return View(storage, dtype or storage.dtype, offset, shape, strides)
 
 
 def _parameter(data: Any, grad: Any = None, hooks: Any = None, state: Any = None) -> View:
@@ -141,17 +141,11 @@ def _find_global(name: str) -> Any:
     return _GLOBALS[name]
 
 
-def _call(function: Any, args: Any) -> Any:
-    if not callable(function) or type(args) is not tuple:
-        raise TypeError("something that is not a function is called")
-    return function(*args)
-
-
 def _storage(persistent_id: Any) -> Storage:
     tag, dtype, key, _location, size, *view = persistent_id
     if (
         tag != "storage"
-        or not (isinstance(dtype, np.dtype) and type(key) is str and type(size) is int and size >= 0)
+        or not (isinstance(dtype, np.dtype) and type(key) is str and type(size) is int)
         or view not in ([], [None])
     ):
         raise TypeError("a storage is not described by a type, a key and a size")
@@ -205,10 +199,10 @@ def unpickle(file: Any) -> tuple[Any, dict[str, Storage]]:
                 stack.append(tuple(items))
             case "APPEND":
                 item = stack.pop()
-                _extend(stack[-1], [item])
+                stack[-1].append(item)
             case "APPENDS":
                 items, stack = stack, outer_stacks.pop()
-                _extend(stack[-1], items)
+                stack[-1].extend(items)
             case "SETITEM":
                 value, key = stack.pop(), stack.pop()
                 _set_item(stack[-1], key, value)
@@ -224,15 +218,16 @@ def unpickle(file: Any) -> tuple[Any, dict[str, Storage]]:
                     raise TypeError("a global is not named by strings")
                 stack.append(_find_global(f"{module}.{name}"))
             case "REDUCE":
-                args = stack.pop()
-                stack[-1] = _call(stack[-1], args)
+                args, function = stack.pop(), stack.pop()
+                stack.append(function(*args))  # nothing but the functions above can be called
             case "BUILD":  # the attributes of a dictionary or parameter; none matters here
-                stack.pop()
-                if not isinstance(stack[-1], dict | View):
+                _attributes, target = stack.pop(), stack[-1]
+                if not isinstance(target, dict | View):
                     raise TypeError("something that is not a dictionary or tensor is given attributes")
             case "BINPERSID":
-                storage = stack[-1] = _storage(stack[-1])
+                storage = _storage(stack.pop())
                 storages[storage.key] = storage
+                stack.append(storage)
             case "PROTO" | "FRAME":
                 pass
             case "STOP":
@@ -244,12 +239,6 @@ def unpickle(file: Any) -> tuple[Any, dict[str, Storage]]:
                     "save only the state_dict, for example as .safetensors."
                 )
     raise EOFError("the pickle has no end")
-
-
-def _extend(target: Any, items: list) -> None:
-    if type(target) is not list:
-        raise TypeError("something that is not a list is extended")
-    target.extend(items)
 
 
 def state_dict(content: Any) -> dict[str, View]:

@@ -39,7 +39,7 @@ class Plan:
     def report(self, source: str, model: str) -> str:
         """One sentence, then both sides in full."""
         counts = f"{len(self.missing)} missing, {len(self.unexpected)} unexpected, {len(self.wrong)} of a wrong shape or kind"
-        lines = [f"{source} does not fit {model}: {counts}; check that the name is the one the file was made for"]
+        lines = [f"{source} does not fit {model}: {counts}"]
         for title, names in (
             ("missing from the file", self.missing),
             ("unexpected in the file", self.unexpected),

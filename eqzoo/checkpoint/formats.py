@@ -15,7 +15,6 @@ import uuid
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -203,8 +202,6 @@ def _read_legacy(file: mmap.mmap, path: Path) -> tuple[dict[str, Tensor], dict[s
         if type(key) is not str:  # hashing anything else may recurse without end
             raise TypeError("a storage's key is not a string")
         (size,) = struct.unpack("<q", file.read(8))
-        if size != storages[key].size:
-            raise ValueError("a storage's size differs from the one its tensors state")
         spans[key] = file.tell(), size * storages[key].dtype.itemsize
         file.seek(sum(spans[key]))
     views = state_dict(content)
@@ -227,7 +224,7 @@ def _tensor(
     offset: int = 0,
 ) -> Tensor:
     """A tensor within `file[begin : begin + nbytes]`; strides and offset count elements."""
-    if len(shape) != len(strides) or len(shape) > _MAX_DIMS or min((offset, *shape, *strides)) < 0:
+    if len(shape) > _MAX_DIMS or min((offset, *shape, *strides)) < 0:
         raise ValueError("a tensor's shape and strides are not possible")
     if not 0 <= begin <= begin + nbytes <= len(file):
         raise ValueError("a tensor's storage reaches beyond the end of the file")
@@ -235,10 +232,10 @@ def _tensor(
     last = offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
     if size and (last + 1) * dtype.itemsize > nbytes:
         raise ValueError("a tensor reaches beyond its storage")
-    if size * dtype.itemsize > len(file) or max(shape, default=0) >= 2**31:
+    if size * dtype.itemsize > len(file):
         raise CheckpointError(f"holds a tensor of shape {shape}, larger than the file; save it without expanding it.")
     if not size:
-        return Tensor(shape, dtype, partial(np.empty, shape, dtype))
+        return Tensor(shape, dtype, np.empty(shape, dtype).copy)
     byte_strides = tuple(stride * dtype.itemsize for stride in strides)
     view = np.ndarray(shape, dtype, file, begin + offset * dtype.itemsize, byte_strides)
     return Tensor(shape, dtype, view.copy)
@@ -261,10 +258,7 @@ def _zip_span(file: mmap.mmap, info: zipfile.ZipInfo) -> tuple[int, int]:
     signature, name_size, extra_size = struct.unpack("<4s22xHH", file[info.header_offset : info.header_offset + 30])
     if signature != b"PK\x03\x04" or info.file_size != info.compress_size:
         raise ValueError("an entry of the archive is not where its directory says")
-    begin = info.header_offset + 30 + name_size + extra_size
-    if info.header_offset < 0 or begin + info.file_size > len(file):
-        raise ValueError("an entry of the archive reaches beyond the end of the file")
-    return begin, info.file_size
+    return info.header_offset + 30 + name_size + extra_size, info.file_size
 
 
 def _zip_bytes(file: mmap.mmap, info: zipfile.ZipInfo) -> bytes:

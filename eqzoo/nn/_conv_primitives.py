@@ -10,114 +10,114 @@ Two things ask for primitives of our own. XLA's CPU backend runs grouped convolu
 inside a loop, tens to hundreds of times slower than the forms below, so the CPU needs its own lowering. And only
 primitives, not `custom_vjp`, compose with forward mode, higher derivatives and `vmap`.
 
-The three are closed under differentiation and batching, so what follows is short: the shapes, one batching rule,
-`lax`'s convolutions for accelerators, and three forms for the CPU (dense, depthwise, grouped).
+The three are closed under differentiation and batching, so what follows is short: shapes, one batching rule, `lax`'s
+convolutions for accelerators, and for the CPU one form each for dense, depthwise and grouped convolutions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import reduce
+from operator import add
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
 Pair = tuple[int, int]
 Shape = tuple[int, ...]
+AXES = (0, 1)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a convolution is apart from its arrays. Padding is (low, high) per axis; a negative one crops."""
+    """A convolution without its arrays. `size` is the image's; padding is (low, high) per axis, negative ones crop."""
 
-    size: Pair
-    kernel: Pair
-    stride: Pair = (1, 1)
+    size: Shape
+    kernel: Shape
+    stride: Shape = (1, 1)
     padding: tuple[Pair, Pair] = ((0, 0), (0, 0))
-    dilation: Pair = (1, 1)
+    dilation: Shape = (1, 1)
     groups: int = 1
 
     @property
-    def out_size(self) -> Pair:
-        height, width = (
-            (self.size[axis] + sum(self.padding[axis]) - self.dilation[axis] * (self.kernel[axis] - 1) - 1)
-            // self.stride[axis]
-            + 1
-            for axis in (0, 1)
-        )
-        return height, width
+    def reach(self) -> Shape:
+        """From a window's first tap to its last."""
+        return tuple(self.dilation[axis] * (self.kernel[axis] - 1) for axis in AXES)
+
+    @property
+    def out_size(self) -> Shape:
+        room = (self.size[axis] + sum(self.padding[axis]) - self.reach[axis] - 1 for axis in AXES)
+        return tuple(pixels // stride + 1 for pixels, stride in zip(room, self.stride, strict=True))
+
+    @property
+    def last_start(self) -> Shape:
+        """Where the last window starts, counted from the padded image's corner."""
+        return tuple((self.out_size[axis] - 1) * self.stride[axis] for axis in AXES)
 
 
 def conv(x: Float[Array, "n h w i"], w: Float[Array, "o j kh kw"], geometry: Geometry) -> Float[Array, "n oh ow o"]:
-    return _conv_p.bind(x, w, geometry=geometry)
+    return conv_p.bind(x, w, geometry=geometry)
 
 
 def conv_dx(y: Float[Array, "n oh ow o"], w: Float[Array, "o j kh kw"], geometry: Geometry) -> Float[Array, "n h w i"]:
-    return _dx_p.bind(y, w, geometry=geometry)
+    return conv_dx_p.bind(y, w, geometry=geometry)
 
 
 def conv_dw(x: Float[Array, "n h w i"], y: Float[Array, "n oh ow o"], geometry: Geometry) -> Float[Array, "o j kh kw"]:
-    return _dw_p.bind(x, y, geometry=geometry)
+    return conv_dw_p.bind(x, y, geometry=geometry)
 
 
 # Shapes
 
 
-def _check(geometry: Geometry, **arrays: Any) -> None:
-    dtypes = {name: array.dtype for name, array in arrays.items()}
-    if len(set(dtypes.values())) > 1:
-        raise ValueError(f"A convolution needs operands of one dtype, got {dtypes}; cast one of them with `.astype`.")
-    if min(geometry.out_size) < 1:
-        raise ValueError(
-            f"A {geometry.kernel} kernel with dilation {geometry.dilation} doesn't fit into an image of "
-            f"{geometry.size} with padding {geometry.padding}; enlarge the image or the padding."
-        )
-    expected = {"x": geometry.size, "w": geometry.kernel, "y": geometry.out_size}
-    for name, array in arrays.items():
-        spatial = array.shape[2:] if name == "w" else array.shape[1:3]
-        channels = array.shape[0 if name == "w" else 3]
-        if array.ndim != 4 or spatial != expected[name]:
-            raise ValueError(f"{name} of shape {array.shape} doesn't fit {geometry}, which expects {expected[name]}.")
-        if channels % geometry.groups:
-            raise ValueError(f"{name} has {channels} channels, which {geometry.groups} groups don't divide.")
-
-
-def _conv_shape(x: Any, w: Any, geometry: Geometry) -> Shape:
+def conv_shape(x: Any, w: Any, geometry: Geometry) -> Shape:
     _check(geometry, x=x, w=w)
-    if x.shape[3] != w.shape[1] * geometry.groups:
-        raise ValueError(
-            f"x has {x.shape[3]} channels, but a weight of shape {w.shape} with groups={geometry.groups} "
-            f"expects {w.shape[1] * geometry.groups}."
-        )
+    expected = w.shape[1] * geometry.groups
+    if x.shape[3] != expected:
+        raise ValueError(f"x has {x.shape[3]} channels, but w of shape {w.shape} in {geometry} expects {expected}.")
     return (x.shape[0], *geometry.out_size, w.shape[0])
 
 
-def _dx_shape(y: Any, w: Any, geometry: Geometry) -> Shape:
+def conv_dx_shape(y: Any, w: Any, geometry: Geometry) -> Shape:
     _check(geometry, y=y, w=w)
     if y.shape[3] != w.shape[0]:
-        raise ValueError(f"y has {y.shape[3]} channels, but a weight of shape {w.shape} gives {w.shape[0]}.")
+        raise ValueError(f"y has {y.shape[3]} channels, but w of shape {w.shape} expects {w.shape[0]}.")
     return (y.shape[0], *geometry.size, w.shape[1] * geometry.groups)
 
 
-def _dw_shape(x: Any, y: Any, geometry: Geometry) -> Shape:
+def conv_dw_shape(x: Any, y: Any, geometry: Geometry) -> Shape:
     _check(geometry, x=x, y=y)
     if x.shape[0] != y.shape[0]:
-        raise ValueError(f"x has {x.shape[0]} examples, but y has {y.shape[0]}.")
+        raise ValueError(f"x holds {x.shape[0]} images, but y holds {y.shape[0]}; they have to be as many.")
     return (y.shape[3], x.shape[3] // geometry.groups, *geometry.kernel)
 
 
-# Batching
+def _check(geometry: Geometry, **arrays: Any) -> None:
+    dtypes = {name: str(array.dtype) for name, array in arrays.items()}
+    if len(set(dtypes.values())) > 1:
+        raise ValueError(f"A convolution needs arrays of one dtype, got {dtypes}; cast one of them with `.astype`.")
+    if min(geometry.out_size) < 1:
+        raise ValueError(f"{geometry} has windows larger than the padded image; enlarge the image or the padding.")
+    sizes = {"x": geometry.size, "w": geometry.kernel, "y": geometry.out_size}
+    for name, array in arrays.items():
+        size, channels = (array.shape[2:], array.shape[0]) if name == "w" else (array.shape[1:3], array.shape[3])
+        if size != sizes[name] or channels % geometry.groups:
+            raise ValueError(
+                f"{name} of shape {array.shape} doesn't fit {geometry}, which expects a size of {sizes[name]} "
+                f"and a multiple of {geometry.groups} channels."
+            )
 
-# The axes of each array when its groups are split off. A batch joins the axis that exactly those arrays share that
-# carry it: a batch of images (x and y) is n, a batch of weights on the same images (w and y) is more output channels,
-# and a batch of everything is more groups.
-_AXES = {"x": "nhwgi", "w": "goikl", "y": "nhwgo"}
-_JOINED = {frozenset("xy"): "n", frozenset("wy"): "o", frozenset("xw"): "i", frozenset("xwy"): "g"}
+
+# Batching: a batch joins the one axis shared by exactly those arrays that carry it. A batch of images (x and y)
+# joins n, of weights for the same images (w and y) the output channels, and of everything the groups.
+
+LAYOUT = {"x": "nhwgi", "w": "goikl", "y": "nhwgo"}
+JOINED = {frozenset("xy"): "n", frozenset("wy"): "o", frozenset("xw"): "i", frozenset("xwy"): "g"}
 
 
 def _split(array: Array, axis: int, outer: int) -> Array:
@@ -130,42 +130,44 @@ def _merge(array: Array, axis: int) -> Array:
     return array.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
 
 
-def _fold(array: Array, batch_axis: int, role: str, joined: str, groups: int) -> Array:
-    group_axis, axis = _AXES[role].index("g"), _AXES[role].index(joined)
-    array = _split(jnp.moveaxis(array, batch_axis, 0), 1 + group_axis, groups)
-    array = _merge(jnp.moveaxis(array, 0, axis), axis)
-    return _merge(array, group_axis)
+def _join(array: Array, name: str, joined: str, groups: int) -> Array:
+    """Merges the leading batch axis of an array of `groups` groups into the axis `joined`."""
+    group_axis, axis = LAYOUT[name].index("g"), LAYOUT[name].index(joined)
+    array = _split(array, 1 + group_axis, groups)
+    return _merge(_merge(jnp.moveaxis(array, 0, axis), axis), group_axis)
 
 
-def _unfold(array: Array, batch: int, role: str, joined: str, groups: int) -> Array:
-    group_axis, axis = _AXES[role].index("g"), _AXES[role].index(joined)
+def _unjoin(array: Array, name: str, joined: str, groups: int, batch: int) -> Array:
+    group_axis, axis = LAYOUT[name].index("g"), LAYOUT[name].index(joined)
     array = _split(array, group_axis, groups * batch if joined == "g" else groups)
-    array = jnp.moveaxis(_split(array, axis, batch), axis, 0)
-    return _merge(array, 1 + group_axis)
+    return _merge(jnp.moveaxis(_split(array, axis, batch), axis, 0), 1 + group_axis)
 
 
-def _batching_rule(primitive: Primitive, roles: str) -> Callable[..., Any]:
-    *operands, result = roles
+def _batching_rule(primitive: Primitive, names: str, shape: Callable[..., Shape]) -> Callable[..., tuple[Array, int]]:
+    *operands, result = names
 
-    def rule(arrays: tuple[Array, Array], batch_axes: tuple[int | None, int | None], *, geometry: Geometry) -> Any:
-        batched = {role: axis for role, axis in zip(operands, batch_axes, strict=True) if axis is not None}
-        joined = _JOINED[frozenset([*batched, result])]
-        (batch,) = {a.shape[axis] for a, axis in zip(arrays, batch_axes, strict=True) if axis is not None}
+    def rule(arrays: Sequence[Array], axes: Sequence[int | None], *, geometry: Geometry) -> tuple[Array, int]:
         groups = geometry.groups
-        arrays = tuple(
-            _fold(array, batched[role], role, joined, groups) if role in batched else array
-            for role, array in zip(operands, arrays, strict=True)
-        )
+        batched = [name for name, axis in zip(operands, axes, strict=True) if axis is not None]
+        joined = JOINED[frozenset([*batched, result])]
+        (batch,) = {array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None}
+        arrays = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
+        if joined == "g" and batch == 0:
+            one = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in arrays)
+            return jnp.zeros((0, *shape(*one, geometry)), arrays[0].dtype), 0
+        arrays = [
+            _join(a, name, joined, groups) if name in batched else a for name, a in zip(operands, arrays, strict=True)
+        ]
         out = primitive.bind(*arrays, geometry=replace(geometry, groups=groups * batch if joined == "g" else groups))
-        return _unfold(out, batch, result, joined, groups), 0
+        return _unjoin(out, result, joined, groups, batch), 0
 
     return rule
 
 
-# Accelerators: lax's own convolution, and its transposes
+# Accelerators: lax's convolution and its transposes
 
 
-def _lax_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
+def lax_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
     return lax.conv_general_dilated(
         x,
         w,
@@ -177,177 +179,201 @@ def _lax_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
     )
 
 
-def _lax_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
-    x = jax.ShapeDtypeStruct(_dx_shape(y, w, geometry), y.dtype)
-    return jax.linear_transpose(lambda x: _lax_conv(x, w, geometry=geometry), x)(y)[0]
+def lax_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
+    x = jax.ShapeDtypeStruct(conv_dx_shape(y, w, geometry), y.dtype)
+    return jax.linear_transpose(lambda x: lax_conv(x, w, geometry=geometry), x)(y)[0]
 
 
-def _lax_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
-    w = jax.ShapeDtypeStruct(_dw_shape(x, y, geometry), x.dtype)
-    return jax.linear_transpose(lambda w: _lax_conv(x, w, geometry=geometry), w)(y)[0]
+def lax_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
+    w = jax.ShapeDtypeStruct(conv_dw_shape(x, y, geometry), x.dtype)
+    return jax.linear_transpose(lambda w: lax_conv(x, w, geometry=geometry), w)(y)[0]
 
 
-# CPU, one group: transposed by hand into the one layout that XLA runs fast, which it does by itself only outside loops
+# CPU, one group: explicit transposes into the layout of XLA's fast kernels, which it finds by itself only outside loops
 
 
-def _fast_conv(x: Array, w: Array, stride: Pair, padding: Any, x_dilation: Pair, w_dilation: Pair) -> Array:
+def _fast_conv(
+    x: Array, w: Array, stride: Shape, padding: Sequence[Pair], x_dilation: Shape, w_dilation: Shape
+) -> Array:
     return lax.conv_general_dilated(x, w, stride, padding, x_dilation, w_dilation, ("NHWC", "HWIO", "NHWC"))
 
 
-def _dense_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
-    w = w.transpose(2, 3, 1, 0)
-    return _fast_conv(x, w, geometry.stride, geometry.padding, (1, 1), geometry.dilation)
+def dense_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
+    return _fast_conv(x, w.transpose(2, 3, 1, 0), geometry.stride, geometry.padding, (1, 1), geometry.dilation)
 
 
-def _dense_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
-    padding = _transposed_padding(geometry)
-    w = w[:, :, ::-1, ::-1].transpose(2, 3, 0, 1)
-    return _fast_conv(y, w, (1, 1), padding, geometry.stride, geometry.dilation)
+def dense_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
+    padding = []
+    for axis, (low, _) in enumerate(geometry.padding):
+        padding.append((geometry.reach[axis] - low, geometry.size[axis] - 1 + low - geometry.last_start[axis]))
+    flipped = w[:, :, ::-1, ::-1].transpose(2, 3, 0, 1)
+    return _fast_conv(y, flipped, (1, 1), padding, geometry.stride, geometry.dilation)
 
 
-def _dense_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
-    padding = [(low, _last_tap(geometry, axis) + 1 - geometry.size[axis] - low) for axis, (low, _) in enumerate(geometry.padding)]
+def dense_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
+    padding = []
+    for axis, (low, _) in enumerate(geometry.padding):
+        used = geometry.last_start[axis] + geometry.reach[axis] + 1
+        padding.append((low, used - geometry.size[axis] - low))
     x, y = x.transpose(3, 1, 2, 0), y.transpose(1, 2, 0, 3)
     return _fast_conv(x, y, geometry.dilation, padding, (1, 1), geometry.stride).transpose(3, 0, 1, 2)
 
 
-def _last_tap(geometry: Geometry, axis: int) -> int:
-    """The last position of the padded image that any window touches."""
-    return (geometry.out_size[axis] - 1) * geometry.stride[axis] + (geometry.kernel[axis] - 1) * geometry.dilation[axis]
+# CPU, depthwise: shifted multiply-adds, accumulated in float32
 
 
-def _transposed_padding(geometry: Geometry) -> list[Pair]:
-    """Padding of y, its stride filled with zeros, that makes the transposed convolution an ordinary one."""
-    padding = []
-    for axis, (low, _) in enumerate(geometry.padding):
-        reach = (geometry.kernel[axis] - 1) * geometry.dilation[axis]
-        padding.append((reach - low, geometry.size[axis] + low - 1 - (_last_tap(geometry, axis) - reach)))
-    return padding
+def _pad(x: Array, padding: Sequence[Pair]) -> Array:
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((low, high, 0) for low, high in padding), (0, 0, 0)])
 
 
-# CPU, depthwise: shifted multiply-adds
+def _widen(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _pad(x: Array, padding: Any, interior: Pair = (1, 1)) -> Array:
-    rows, columns = padding
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (*rows, interior[0] - 1), (*columns, interior[1] - 1), (0, 0, 0)])
+def _taps(w: Array) -> Array:
+    """(c 1 kh kw) to (kh kw c). A two-dimensional transpose: XLA fuses any other into every multiply-add."""
+    channels, _, height, width = w.shape
+    return w.reshape(channels, height * width).T.reshape(height, width, channels)
 
 
-def _window(x: Array, start: Pair, count: Pair, step: Pair) -> Array:
-    stop = tuple(s + (c - 1) * d + 1 for s, c, d in zip(start, count, step, strict=True))
+def _slice(x: Array, start: Shape, count: Shape, step: Shape) -> Array:
+    stop = [start[axis] + (count[axis] - 1) * step[axis] + 1 for axis in AXES]
     return lax.slice(x, (0, *start, 0), (x.shape[0], *stop, x.shape[3]), (1, *step, 1))
 
 
-def _multiply_add(x: Array, w: Array, out_size: Pair, stride: Pair, dilation: Pair) -> Array:
-    taps = [(i, j) for i in range(w.shape[0]) for j in range(w.shape[1])]
-    return sum(_window(x, (i * dilation[0], j * dilation[1]), out_size, stride) * w[i, j] for i, j in taps)
+def depthwise_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
+    dtype, (rows, columns) = x.dtype, geometry.dilation
+    x = _pad(_widen(jnp.repeat(x, w.shape[0] // x.shape[3], axis=3)), geometry.padding)
+    w = _taps(_widen(w))
+    products = (
+        _slice(x, (i * rows, j * columns), geometry.out_size, geometry.stride) * w[i, j]
+        for i in range(geometry.kernel[0])
+        for j in range(geometry.kernel[1])
+    )
+    return reduce(add, products).astype(dtype)
 
 
-def _depthwise_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
-    multiplier = w.shape[0] // x.shape[3]
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
-    x, taps = jnp.repeat(x, multiplier, -1).astype(dtype), w[:, 0].transpose(1, 2, 0).astype(dtype)
-    y = _multiply_add(_pad(x, geometry.padding), taps, geometry.out_size, geometry.stride, geometry.dilation)
-    return y.astype(w.dtype)
+def depthwise_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
+    """Cuts image and dilated kernel into squares of one stride, which makes it shifted multiply-adds again."""
+    dtype, size, stride, reach = y.dtype, geometry.size, geometry.stride, geometry.reach
+    low = [geometry.padding[axis][0] for axis in AXES]
+    squares = tuple(-(-(size[axis] + low[axis]) // stride[axis]) for axis in AXES)
+    last = [reach[axis] // stride[axis] for axis in AXES]
+    y = _pad(_widen(y), [(last[axis], squares[axis] - geometry.out_size[axis]) for axis in AXES])
+
+    fill = [((last[axis] + 1) * stride[axis] - reach[axis] - 1, geometry.dilation[axis] - 1) for axis in AXES]
+    w = lax.pad(_taps(_widen(w)), jnp.zeros((), y.dtype), [*((0, high, between) for high, between in fill), (0, 0, 0)])
+    w = _split(_split(w, 1, last[1] + 1), 0, last[0] + 1)
+
+    rows, columns = (
+        sorted({tap // stride[axis] for tap in range(0, reach[axis] + 1, geometry.dilation[axis])}) for axis in AXES
+    )
+    products = (
+        _slice(y, (last[0] - i, last[1] - j), squares, (1, 1))[:, :, None, :, None] * w[i, :, j][:, None]
+        for i in rows
+        for j in columns
+    )
+    x = _merge(_merge(reduce(add, products), 3), 1)
+    x = _pad(x, [(-low[axis], size[axis] + low[axis] - squares[axis] * stride[axis]) for axis in AXES])
+    return _split(x, 3, geometry.groups).sum(4).astype(dtype)
 
 
-def _depthwise_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
-    dtype = jnp.promote_types(y.dtype, jnp.float32)
-    y = _pad(y.astype(dtype), _transposed_padding(geometry), geometry.stride)
-    x = _multiply_add(y, w[:, 0, ::-1, ::-1].transpose(1, 2, 0).astype(dtype), geometry.size, (1, 1), geometry.dilation)
-    return x.reshape(*x.shape[:3], geometry.groups, -1).sum(-1).astype(w.dtype)
+def depthwise_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
+    """One kernel row at a time: a sum of shifted products over the columns, then one over images and rows."""
+    dtype, (n, rows, columns, channels) = x.dtype, y.shape
+    x = _pad(_widen(jnp.repeat(x, channels // x.shape[3], axis=3)), geometry.padding)
+    y = _widen(y)
+
+    def kernel_row(i: Array) -> Array:
+        seen = lax.dynamic_slice_in_dim(x, i * geometry.dilation[0], geometry.last_start[0] + 1, axis=1)
+        step = (geometry.stride[0], geometry.dilation[1])
+        products = (
+            _slice(seen, (0, j * geometry.stride[1]), (rows, geometry.kernel[1]), step) * y[:, :, j : j + 1]
+            for j in range(columns)
+        )
+        partial = reduce(add, products).reshape(n * rows, geometry.kernel[1] * channels)
+        # A matmul, because XLA would fuse a plain sum with the products and compute both at a fraction of the speed.
+        return jnp.matmul(jnp.ones(n * rows, x.dtype), partial, precision="highest")
+
+    w = lax.map(kernel_row, jnp.arange(geometry.kernel[0]))
+    return w.reshape(*geometry.kernel, channels).transpose(2, 0, 1)[:, None].astype(dtype)
 
 
-def _depthwise_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
-    x, y = jnp.repeat(x, y.shape[3] // x.shape[3], -1).astype(dtype), y.astype(dtype)
-    x = _pad(x, geometry.padding)
-    (height, width), (kh, kw), (dh, dw) = geometry.out_size, geometry.kernel, geometry.dilation
-    (sh, sw) = geometry.stride
-    rows = []
-    for i in range(kh):
-        rows.append(sum(_window(x, (i * dh, v * sw), (height, kw), (sh, dw)) * y[:, :, v : v + 1] for v in range(width)).sum((0, 1)))
-    return jnp.stack(rows).transpose(2, 0, 1)[:, None].astype(x.dtype)
-
-
-# CPU, grouped: neighbouring groups become one dense block, mostly zeros, of about 64 channels
+# CPU, grouped: neighbouring groups merge into one dense block, mostly zeros, of up to 32 channels
 
 
 def _block_diagonal(w: Array, groups: int) -> Array:
-    diagonal = jnp.eye(groups, dtype=bool)[:, None, :, None, None, None]
-    return _merge(_merge(jnp.where(diagonal, _split(w, 0, groups)[:, :, None], 0), 0), 1)
+    on_diagonal = jnp.eye(groups, dtype=bool)[:, None, :, None, None, None]
+    return _merge(_merge(jnp.where(on_diagonal, _split(w, 0, groups)[:, :, None], 0), 0), 1)
 
 
 def _diagonal_blocks(w: Array, groups: int) -> Array:
-    w = jnp.diagonal(_split(_split(w, 1, groups), 0, groups), axis1=0, axis2=2)
-    return _merge(jnp.moveaxis(w, -1, 0), 0)
+    blocks = jnp.diagonal(_split(_split(w, 1, groups), 0, groups), axis1=0, axis2=2)
+    return _merge(jnp.moveaxis(blocks, -1, 0), 0)
 
 
-def _by_blocks(dense: Callable[..., Array], roles: str) -> Callable[..., Array]:
-    *operands, result = roles
+def _on_cpu(names: str, dense: Callable[..., Array], depthwise: Callable[..., Array]) -> Callable[..., Array]:
+    *operands, result = names
 
     def lowering(*arrays: Array, geometry: Geometry) -> Array:
-        channels = next(a.shape[3] if role != "w" else a.shape[1] * geometry.groups for role, a in zip(operands, arrays, strict=True))
-        merged = max(m for m in range(1, geometry.groups + 1) if geometry.groups % m == 0 and (m == 1 or m * channels <= 64 * geometry.groups))
-        blocks = geometry.groups // merged
+        groups = geometry.groups
+        shapes = {name: array.shape for name, array in zip(operands, arrays, strict=True)}
+        in_per_group = shapes["w"][1] if "w" in shapes else shapes["x"][3] // groups
+        if groups == 1:
+            return dense(*arrays, geometry=geometry)
+        if in_per_group == 1:
+            return depthwise(*arrays, geometry=geometry)
+        merged = next(m for m in range(max(32 // in_per_group, 1), 0, -1) if groups % m == 0)
 
-        def one_block(arrays: tuple[Array, ...]) -> Array:
-            arrays = [_block_diagonal(a, merged) if role == "w" else a for role, a in zip(operands, arrays, strict=True)]
-            out = dense(*arrays, geometry=replace(geometry, groups=1))
+        def one_block(block: list[Array]) -> Array:
+            block = [_block_diagonal(a, merged) if name == "w" else a for name, a in zip(operands, block, strict=True)]
+            out = dense(*block, geometry=replace(geometry, groups=1))
             return _diagonal_blocks(out, merged) if result == "w" else out
 
-        arrays = [_unfold(a, blocks, role, "g", merged) for role, a in zip(operands, arrays, strict=True)]
-        return _fold(lax.map(one_block, arrays), 0, result, "g", merged)
+        blocks = [
+            _unjoin(a, name, "g", merged, batch=groups // merged) for name, a in zip(operands, arrays, strict=True)
+        ]
+        return _join(lax.map(one_block, blocks), result, "g", merged)
 
     return lowering
+
+
+cpu_conv = _on_cpu("xwy", dense_conv, depthwise_conv)
+cpu_conv_dx = _on_cpu("ywx", dense_conv_dx, depthwise_conv_dx)
+cpu_conv_dw = _on_cpu("xyw", dense_conv_dw, depthwise_conv_dw)
 
 
 # The primitives
 
 
-def _on_cpu(dense: Callable[..., Array], depthwise: Callable[..., Array], roles: str) -> Callable[..., Array]:
-    grouped = _by_blocks(dense, roles)
-
-    def lowering(a: Array, b: Array, *, geometry: Geometry) -> Array:
-        if geometry.groups == 1:
-            return dense(a, b, geometry=geometry)
-        in_channels = a.shape[3] if roles[0] == "x" else b.shape[1] * geometry.groups
-        if in_channels == geometry.groups:
-            return depthwise(a, b, geometry=geometry)
-        return grouped(a, b, geometry=geometry)
-
-    return lowering
-
-
-def _primitive(name: str, roles: str, shape: Callable[..., Shape], default: Callable[..., Array], on_cpu: Callable[..., Array]) -> Primitive:
-    primitive = Primitive(name)
+def _primitive(
+    names: str, shape: Callable[..., Shape], default: Callable[..., Array], on_cpu: Callable[..., Array]
+) -> Primitive:
+    primitive = Primitive(f"eqzoo_{default.__name__.removeprefix('lax_')}")
     primitive.def_impl(jax.jit(primitive.bind, static_argnames="geometry"))
-    primitive.def_abstract_eval(lambda a, b, *, geometry: jax.core.ShapedArray(shape(a, b, geometry), a.dtype))
-    batching.primitive_batchers[primitive] = _batching_rule(primitive, roles)
+    primitive.def_abstract_eval(lambda a, b, *, geometry: ShapedArray(shape(a, b, geometry), a.dtype))
+    batching.primitive_batchers[primitive] = _batching_rule(primitive, names, shape)
     mlir.register_lowering(primitive, mlir.lower_fun(default, multiple_results=False))
     mlir.register_lowering(primitive, mlir.lower_fun(on_cpu, multiple_results=False), platform="cpu")
     return primitive
 
 
-_cpu_conv = _on_cpu(_dense_conv, _depthwise_conv, "xwy")
-_cpu_dx = _on_cpu(_dense_dx, _depthwise_dx, "ywx")
-_cpu_dw = _on_cpu(_dense_dw, _depthwise_dw, "xyw")
-_conv_p = _primitive("eqzoo_conv", "xwy", _conv_shape, _lax_conv, _cpu_conv)
-_dx_p = _primitive("eqzoo_conv_dx", "ywx", _dx_shape, _lax_dx, _cpu_dx)
-_dw_p = _primitive("eqzoo_conv_dw", "xyw", _dw_shape, _lax_dw, _cpu_dw)
+conv_p = _primitive("xwy", conv_shape, lax_conv, cpu_conv)
+conv_dx_p = _primitive("ywx", conv_dx_shape, lax_conv_dx, cpu_conv_dx)
+conv_dw_p = _primitive("xyw", conv_dw_shape, lax_conv_dw, cpu_conv_dw)
 
 ad.defbilinear(
-    _conv_p,
+    conv_p,
     lambda y, x, w, *, geometry: conv_dx(y, w, geometry),
     lambda y, x, w, *, geometry: conv_dw(x, y, geometry),
 )
 ad.defbilinear(
-    _dx_p,
+    conv_dx_p,
     lambda x, y, w, *, geometry: conv(x, w, geometry),
     lambda x, y, w, *, geometry: conv_dw(x, y, geometry),
 )
 ad.defbilinear(
-    _dw_p,
+    conv_dw_p,
     lambda w, x, y, *, geometry: conv_dx(y, w, geometry),
     lambda w, x, y, *, geometry: conv(x, w, geometry),
 )

@@ -1,4 +1,7 @@
-"""Activations, and the names that configs give them."""
+"""Activations, and the names that configs give them.
+
+The GELUs run in float32: below -2, half precision has no digits left of `1 + erf` and `1 + tanh`.
+"""
 
 from collections.abc import Callable
 from math import sqrt
@@ -12,13 +15,13 @@ from eqzoo.nn._precision import at_least_float32
 
 def gelu(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
     """The exact GELU. Through `erf`: `jax.nn.gelu(approximate=False)` goes through `erfc`, twice as slow on CPU."""
-    wide = at_least_float32(x)  # half precision would lose all digits of `1 + erf` below -2
+    wide = at_least_float32(x)
     return (0.5 * wide * (1 + jax.lax.erf(wide * sqrt(0.5)))).astype(x.dtype)
 
 
 def gelu_tanh(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
     """GELU by the tanh approximation; GPT-2's `gelu_new`."""
-    return jax.nn.gelu(x, approximate=True)
+    return jax.nn.gelu(at_least_float32(x), approximate=True).astype(x.dtype)
 
 
 def quick_gelu(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:

@@ -7,10 +7,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqzoo.nn._conv_primitives import Geometry, conv
+from eqzoo.nn._conv_primitives import Geometry, Pair, Shape, conv
 from eqzoo.nn._init import Init, weight_and_bias
 
-Pair = tuple[int, int]
 Padding = int | Pair | Literal["same", "same_tf"]
 
 
@@ -32,13 +31,13 @@ def conv2d(
             message += " Images are channels-last, (height, width, channels): pass `jnp.moveaxis(x, 0, -1)`."
         raise ValueError(message)
 
-    size, kernel = x.shape[:2], weight.shape[2:]
-    stride, dilation = as_pair(stride), as_pair(dilation)
-    geometry = Geometry(size, kernel, stride, explicit_padding(padding, size, kernel, stride, dilation), dilation, groups)
+    size, kernel, stride, dilation = x.shape[:2], weight.shape[2:], as_pair(stride), as_pair(dilation)
+    pads = explicit_padding(padding, size, kernel, stride, dilation)
+    geometry = Geometry(size, kernel, stride, pads, dilation, groups)
     dtype = jnp.promote_types(x.dtype, weight.dtype)
     x, weight = x.astype(dtype), weight.astype(dtype)
 
-    unpadded = groups == 1 and geometry.padding == ((0, 0), (0, 0))
+    unpadded = groups == 1 and pads == ((0, 0), (0, 0))
     if unpadded and kernel == (1, 1):
         y = x[:: stride[0], :: stride[1]] @ weight[:, :, 0, 0].T
     elif unpadded and kernel == stride and dilation == (1, 1):
@@ -115,19 +114,18 @@ def check_padding(padding: Padding, stride: Pair) -> None:
         raise ValueError(f'padding="same" needs stride 1, got stride={stride}; pass "same_tf" or a size per axis.')
 
 
-def explicit_padding(padding: Padding, size: Pair, kernel: Pair, stride: Pair, dilation: Pair) -> tuple[Pair, Pair]:
-    """(low, high) per axis. What can't be split evenly goes to the end."""
+def explicit_padding(padding: Padding, size: Shape, kernel: Shape, stride: Pair, dilation: Pair) -> tuple[Pair, Pair]:
+    """(low, high) per axis. Where the two can't be equal, the end gets one more."""
     check_padding(padding, stride)
-    if not isinstance(padding, str):
-        height, width = as_pair(padding)
-        return (height, height), (width, width)
-    return same_tf_padding(size, kernel, stride, dilation)
+    if isinstance(padding, str):
+        return same_tf_padding(size, kernel, stride, dilation)  # which at stride 1 is torch's "same" too
+    height, width = as_pair(padding)
+    return (height, height), (width, width)
 
 
-def same_tf_padding(size: Pair, kernel: Pair, stride: Pair, dilation: Pair) -> tuple[Pair, Pair]:
-    totals = [
+def same_tf_padding(size: Shape, kernel: Shape, stride: Pair, dilation: Pair) -> tuple[Pair, Pair]:
+    height, width = (
         max((ceil(n / s) - 1) * s + d * (k - 1) + 1 - n, 0)
         for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)
-    ]
-    height, width = ((total // 2, total - total // 2) for total in totals)
-    return height, width
+    )
+    return (height // 2, height - height // 2), (width // 2, width - width // 2)

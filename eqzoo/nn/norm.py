@@ -1,7 +1,6 @@
 """Normalisation over the channels (last axis). Statistics are computed in float32 whatever the input's dtype."""
 
 from functools import partial
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -105,7 +104,7 @@ class GroupNorm(eqx.Module):
         return (y * self.weight + self.bias).astype(x.dtype)
 
 
-class RunningStats(NamedTuple):
+class RunningStats(eqx.Module):
     """What a batch norm remembers; `count` is torch's `num_batches_tracked`."""
 
     mean: Float[Array, " channels"]
@@ -159,7 +158,11 @@ class BatchNorm(eqx.Module):
 def _batch_statistics(
     x: Float[Array, "*axes channels"],
 ) -> tuple[Float[Array, " channels"], Float[Array, " channels"], int]:
-    """Mean, biased variance, and the number of values behind each, in one pass over the data."""
+    """Mean, biased variance, and the number of values behind each.
+
+    In one pass over the data, which is faster than two. Where a channel's mean is n times its deviation, the variance
+    has n squared times float32's relative error.
+    """
     try:
         batch = jax.lax.axis_size("batch")
     except NameError as error:

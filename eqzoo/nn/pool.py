@@ -1,5 +1,9 @@
 """Pooling of one channels-last image, with torch's semantics."""
 
+from dataclasses import dataclass
+from functools import partial, reduce
+from math import ceil
+from operator import add
 from typing import Literal
 
 import jax
@@ -8,7 +12,48 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from eqzoo.nn.conv import Pair, as_pair, same_tf_padding
+from eqzoo.nn._conv_primitives import Pair, Shape
+from eqzoo.nn.conv import as_pair, same_tf_padding
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Where the windows lie: `count` of them per axis, on an image with (low, high) `pads`."""
+
+    window: Pair
+    stride: Pair
+    dilation: Pair
+    count: Shape
+    pads: tuple[Pair, ...]
+
+    @staticmethod
+    def over(size: Shape, window: Pair, stride: Pair, padding: Pair, dilation: Pair, ceil_mode: bool) -> "_Windows":
+        counts, pads = [], []
+        for n, k, s, p, d in zip(size, window, stride, padding, dilation, strict=True):
+            reach = d * (k - 1) + 1
+            room = n + 2 * p - reach
+            count = (ceil(room / s) if ceil_mode else room // s) + 1
+            if ceil_mode and (count - 1) * s >= n + p:
+                count -= 1  # torch wants the last window to start inside the image or the padding before it
+            if room < 0:
+                raise ValueError(
+                    f"A window of {window} with dilation {dilation} doesn't fit into an image of {size} with "
+                    f"padding {padding}; enlarge the image or choose a smaller window."
+                )
+            counts.append(count)
+            pads.append((p, (count - 1) * s + reach - n - p))
+        return _Windows(window, stride, dilation, tuple(counts), tuple(pads))
+
+    def taps(self, x: Array) -> list[Array]:
+        """The padded image as the windows' first elements see it, their second elements, and so on."""
+        (rows, columns), (down, right) = self.count, self.stride
+        return [
+            lax.slice(
+                x, (i, j, 0), (i + (rows - 1) * down + 1, j + (columns - 1) * right + 1, x.shape[2]), (down, right, 1)
+            )
+            for i in range(0, self.window[0] * self.dilation[0], self.dilation[0])
+            for j in range(0, self.window[1] * self.dilation[1], self.dilation[1])
+        ]
 
 
 def max_pool(
@@ -24,8 +69,8 @@ def max_pool(
     window, dilation = as_pair(window), as_pair(dilation)
     stride = window if stride is None else as_pair(stride)
     x, padding = _pad_same_tf(x, window, stride, padding, dilation, -jnp.inf)
-    out_size, pads = _windows(x.shape[:2], window, stride, padding, dilation, ceil_mode)
-    return _max_of_taps(_taps(_pad(x, pads, -jnp.inf), window, stride, dilation, out_size))
+    windows = _Windows.over(x.shape[:2], window, stride, padding, dilation, ceil_mode)
+    return _max_of_windows(_pad(x, windows.pads, -jnp.inf), windows)
 
 
 def avg_pool(
@@ -41,21 +86,22 @@ def avg_pool(
     window = as_pair(window)
     stride = window if stride is None else as_pair(stride)
     x, padding = _pad_same_tf(x, window, stride, padding, (1, 1), 0)
-    out_size, pads = _windows(x.shape[:2], window, stride, padding, (1, 1), ceil_mode)
-    total = sum(_taps(_pad(x.astype(_float32_or_wider(x)), pads, 0), window, stride, (1, 1), out_size))
+    windows = _Windows.over(x.shape[:2], window, stride, padding, (1, 1), ceil_mode)
+    total = reduce(add, windows.taps(_pad(x.astype(_float32_or_wider(x)), windows.pads, 0)))
     rows, columns = (
-        _window_lengths(x.shape[axis], window[axis], stride[axis], padding[axis], out_size[axis], count_include_pad)
-        for axis in (0, 1)
+        _window_lengths(n, k, s, p, count, count_include_pad)
+        for n, k, s, p, count in zip(x.shape[:2], window, stride, padding, windows.count, strict=True)
     )
-    return (total / np.multiply.outer(rows, columns)[:, :, None].astype(total.dtype)).astype(x.dtype)
+    return (total / jnp.asarray(np.multiply.outer(rows, columns)[:, :, None], total.dtype)).astype(x.dtype)
 
 
 def adaptive_avg_pool(
     x: Float[Array, "height width channels"], size: int | Pair
 ) -> Float[Array, "out_height out_width channels"]:
     """Means over `size` windows of nearly equal lengths, as in torch."""
-    rows, columns = (_averaging_matrix(n, out).astype(_float32_or_wider(x)) for n, out in zip(x.shape, as_pair(size)))
-    y = jnp.einsum("ah,hwc->awc", rows, x.astype(rows.dtype), precision="highest")
+    dtype = _float32_or_wider(x)
+    rows, columns = (_averaging_matrix(n, out).astype(dtype) for n, out in zip(x.shape[:2], as_pair(size), strict=True))
+    y = jnp.einsum("ah,hwc->awc", rows, x.astype(dtype), precision="highest")
     return jnp.einsum("bw,awc->abc", columns, y, precision="highest").astype(x.dtype)
 
 
@@ -64,69 +110,47 @@ def global_avg_pool(x: Float[Array, "height width channels"]) -> Float[Array, " 
     return jnp.mean(x, axis=(0, 1), dtype=_float32_or_wider(x)).astype(x.dtype)
 
 
-@jax.custom_jvp
-def _max_of_taps(taps: list[Array]) -> Array:
-    largest = taps[0]
-    for tap in taps[1:]:
-        largest = jnp.maximum(largest, tap)
-    return largest
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _max_of_windows(x: Array, windows: _Windows) -> Array:
+    return reduce(jnp.maximum, windows.taps(x))
 
 
-@_max_of_taps.defjvp
-def _max_of_taps_jvp(primals: tuple[list[Array]], tangents: tuple[list[Array]]) -> tuple[Array, Array]:
-    (taps,), (tangent_taps,) = primals, tangents
-    largest, first = taps[0], jnp.zeros(taps[0].shape, jnp.int32)
-    for index, tap in enumerate(taps[1:], 1):
+@_max_of_windows.defjvp
+def _max_of_windows_jvp(windows: _Windows, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    largest, *taps = windows.taps(primals[0])
+    first = jnp.zeros(largest.shape, np.min_scalar_type(len(taps)))
+    for index, tap in enumerate(taps, 1):
         better = (tap > largest) | jnp.isnan(tap)
-        largest, first = jnp.where(better, tap, largest), jnp.where(better, index, first)
-    tangent = sum(jnp.where(first == index, tap, 0) for index, tap in enumerate(tangent_taps))
-    return largest, tangent
+        largest, first = jnp.where(better, tap, largest), jnp.where(better, first.dtype.type(index), first)
+
+    # Rematerialised, so that the backward pass keeps `first` and not a mask per tap.
+    @partial(jax.checkpoint, prevent_cse=False)
+    def chosen(first: Array, tangent: Array) -> Array:
+        return reduce(add, (jnp.where(first == index, tap, 0) for index, tap in enumerate(windows.taps(tangent))))
+
+    return largest, chosen(first, tangents[0])
 
 
 def _float32_or_wider(x: Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _pad(x: Array, pads: tuple[Pair, Pair], value: float) -> Array:
+def _pad(x: Array, pads: tuple[Pair, ...], value: float) -> Array:
     return lax.pad(x, jnp.asarray(value, x.dtype), [(*pads[0], 0), (*pads[1], 0), (0, 0, 0)])
 
 
-def _pad_same_tf(x: Array, window: Pair, stride: Pair, padding: int | Pair | str, dilation: Pair, value: float):
+def _pad_same_tf(
+    x: Array, window: Pair, stride: Pair, padding: int | Pair | str, dilation: Pair, value: float
+) -> tuple[Array, Pair]:
+    """Pads the image by TensorFlow's rule if asked to, and says which padding is left to do."""
     if padding == "same_tf":
         return _pad(x, same_tf_padding(x.shape[:2], window, stride, dilation), value), (0, 0)
     if isinstance(padding, str):
         raise ValueError(f'padding="{padding}" is unknown; pass "same_tf" or a size per axis.')
     padding = as_pair(padding)
     if any(2 * p > d * (k - 1) + 1 for p, k, d in zip(padding, window, dilation, strict=True)):
-        raise ValueError(f"padding={padding} is more than half of window={window}; some windows would see only padding.")
+        raise ValueError(f"padding={padding} is more than half of window={window}; make it at most half.")
     return x, padding
-
-
-def _windows(
-    size: Pair, window: Pair, stride: Pair, padding: Pair, dilation: Pair, ceil_mode: bool
-) -> tuple[Pair, tuple[Pair, Pair]]:
-    """How many windows there are per axis, and the (low, high) padding that they reach into."""
-    counts, pads = [], []
-    for n, k, s, p, d in zip(size, window, stride, padding, dilation, strict=True):
-        reach = d * (k - 1) + 1
-        span = n + 2 * p - reach
-        count = (-(-span // s) if ceil_mode else span // s) + 1
-        if ceil_mode and (count - 1) * s >= n + p:
-            count -= 1  # the last window has to start inside the image or the padding before it
-        if count < 1:
-            raise ValueError(f"window={window} doesn't fit into an image of {size} with padding={padding}.")
-        counts.append(count)
-        pads.append((p, (count - 1) * s + reach - n - p))
-    return tuple(counts), tuple(pads)
-
-
-def _taps(x: Array, window: Pair, stride: Pair, dilation: Pair, out_size: Pair) -> list[Array]:
-    taps = []
-    for i in range(0, window[0] * dilation[0], dilation[0]):
-        for j in range(0, window[1] * dilation[1], dilation[1]):
-            stop = (i + (out_size[0] - 1) * stride[0] + 1, j + (out_size[1] - 1) * stride[1] + 1, x.shape[2])
-            taps.append(lax.slice(x, (i, j, 0), stop, (*stride, 1)))
-    return taps
 
 
 def _window_lengths(n: int, k: int, s: int, p: int, count: int, include_pad: bool) -> np.ndarray:

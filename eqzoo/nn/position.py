@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from eqzoo.nn._precision import at_least_float32
+
 
 def sincos_1d(positions: Float[Array, " tokens"], dim: int, *, base: float = 10000.0) -> Float[Array, "tokens dim"]:
     """Sines, then cosines, of `positions` at geometrically falling frequencies (Vaswani et al., 2017)."""
@@ -36,7 +38,7 @@ def resample_positions(
             f"resample_positions: the table has {table.shape[0]} rows, but prefix={prefix} and a grid of "
             f"{rows}x{columns} make {prefix + rows * columns}; pass the grid the table was made for"
         )
-    grid = table[prefix:].reshape(rows, columns, -1)
+    grid = at_least_float32(table[prefix:]).reshape(rows, columns, -1)
     resized = jax.image.resize(grid, (*new, grid.shape[-1]), "cubic", antialias=True)
     return jnp.concatenate([table[:prefix], resized.reshape(-1, table.shape[1]).astype(table.dtype)])
 
@@ -47,7 +49,7 @@ def rotary_angles(
     """The angle by which each pair of a head's `dim` channels turns at each position (Su et al., 2021)."""
     if dim % 2:
         raise ValueError(f"rotary_angles: dim={dim} is odd; channels turn in pairs, so pass an even dim")
-    # In numpy because `jit` rounds a float32 power differently; rounded where torch rounds.
+    # In numpy because `jit` rounds a float32 power differently from eager execution; rounded where torch rounds.
     exponents = np.arange(0, dim, 2, dtype=np.float32) / dim
     return positions[:, None] * (1 / (np.float64(base) ** exponents).astype(np.float32))
 

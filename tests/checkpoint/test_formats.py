@@ -220,6 +220,7 @@ def test_scalars_beside_tensors_are_ignored(path):
     [
         ({"model": {"x": torch.ones(1)}, "state_dict": {"x": torch.ones(1)}}, "'model', 'state_dict'"),
         ({"ema": {"x": torch.ones(1)}, "epoch": 1}, "'ema', 'epoch'"),
+        ({0: torch.ones(1)}, "'0'"),
         ({"x": torch.ones(1), "history": [1, 2]}, "'x', 'history'"),
         ({"epoch": 1}, "'epoch'"),
         ([torch.ones(1)], "nothing"),
@@ -308,12 +309,21 @@ def test_corrupt_index(text, tmp_path):
 
 def test_index_and_shards_must_agree(tmp_path):
     save_shards(tmp_path, "model.safetensors.index.json", save_safetensors, ".safetensors")
-    save_safetensors({"a": torch.ones(1)}, tmp_path / "two.safetensors")
-    with pytest.raises(CheckpointError, match="lacks 'b' and repeats 'a'"):
+    save_safetensors({"c": torch.ones(1)}, tmp_path / "two.safetensors")
+    with pytest.raises(CheckpointError, match="lacks 'b' and repeats nothing"):
+        open_checkpoint(tmp_path)
+    save_safetensors({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "two.safetensors")
+    with pytest.raises(CheckpointError, match="lacks nothing and repeats 'a'"):
         open_checkpoint(tmp_path)
     (tmp_path / "two.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"two\.safetensors"):
         open_checkpoint(tmp_path)
+
+
+def test_metadata_of_shards(tmp_path):
+    save_shards(tmp_path, "model.safetensors.index.json", save_safetensors, ".safetensors")
+    safetensors.torch.save_file({"b": torch.zeros(2)}, tmp_path / "two.safetensors", metadata={"format": "pt"})
+    assert open_checkpoint(tmp_path)[1] == {"format": "pt"}
 
 
 # Damaged files
@@ -385,7 +395,7 @@ def test_corrupt_message_says_what_and_where(path):
 def test_compressed_archives_are_refused(path):
     with open(path, "wb") as file:
         np.savez_compressed(file, x=np.ones(3))
-    with pytest.raises(CheckpointError, match="compressed"):
+    with pytest.raises(CheckpointError, match="is compressed or"):
         open_checkpoint(path)
 
 
@@ -513,37 +523,61 @@ ORDERED_DICT = b"ccollections\nOrderedDict\n"
 STORAGE = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x01tQ"
 
 
+REBUILD = b"ctorch._utils\n_rebuild_tensor\n("
+
+
 @pytest.mark.parametrize(
-    "content",
+    ("content", "reason"),
     [
-        ORDERED_DICT + b")\x81.",  # NEWOBJ
-        ORDERED_DICT + b")}\x92.",  # NEWOBJ_EX
-        b"(" + ORDERED_DICT + b"o.",  # OBJ
-        ORDERED_DICT + b"}b.",  # BUILD of a function
-        b"Pname\n.",  # PERSID
-        text("name") + b"Q.",  # a persistent id that is no storage
-        b"}" + ORDERED_DICT + b"K\x01s.",  # a key that is a function
-        b"})" + b"\x85" * 100_000 + b"Ns.",  # a key so deep that hashing it would end the process
-        b"]q\x00h\x00a(h\x00h\x00l.",  # LIST, of a list that holds itself
-        b"K\x01K\x01R.",  # a call of a number
-        ORDERED_DICT + b"(K\x01K\x02tR.",
-        b"ctorch\nSize\n](K\x01K\x02e\x85R.",
-        b"ctorch._utils\n_rebuild_tensor\n(K\x00K\x00K\x00K\x00tR.",
-        b"ctorch._utils\n_rebuild_tensor\n(" + STORAGE + b"K\x00]]tR.",
-        b"ctorch._utils\n_rebuild_parameter\n(K\x00\x89NtR.",
-        b"(" * 100_000,
-        b"(" * 100_000 + b".",
-        b".",
-        b"0.",
-        b"t.",
-        b"h\x05.",
-        b"q\x05.",
+        (ORDERED_DICT + b")\x81.", "uses NEWOBJ,"),
+        (ORDERED_DICT + b")}\x92.", "uses NEWOBJ_EX,"),
+        (b"(" + ORDERED_DICT + b"o.", "uses OBJ,"),
+        (b"Pname\n.", "uses PERSID 'name'"),
+        (b"](K\x01l.", "uses LIST,"),
+        (ORDERED_DICT + b"}b.", "not a dictionary or tensor is given attributes"),
+        (b"}" + ORDERED_DICT + b"K\x01s.", "keyed by strings or small integers"),
+        (b"}" + b"\x8a\x08" + b"\1" * 8 + b"Ns.", "keyed by strings or small integers"),
+        (b"})" + b"\x85" * 1_000_000 + b"Ns.", "keyed by strings or small integers"),  # hashing it overflows C's stack
+        (b"]K\x01K\x02s.", "keyed by strings or small integers"),
+        (b"}(K\x01u.", "shorter"),
+        (b"K\x01)R.", "not callable"),
+        (b"K\x01K\x01a.", "no attribute 'append'"),
+        (b"K\x01K\x01\x93.", "not named by strings"),
+        (ORDERED_DICT + b"(K\x01K\x02tR.", "positional arguments"),
+        (b"ctorch\nSize\n](K\x01K\x02e\x85R.", "Size is not made of a tuple"),
+        (b"ctorch._utils\n_rebuild_parameter\n(K\x00\x89NtR.", "parameter is not made of a tensor"),
+        (REBUILD + b"K\x00K\x00))tR.", "tensor is not described by"),
+        (REBUILD + STORAGE + b"K\x00]]tR.", "tensor is not described by"),
+        (REBUILD + STORAGE + b"K\x00)]tR.", "tensor is not described by"),
+        (REBUILD + STORAGE + b"N))tR.", "tensor is not described by"),
+        (REBUILD + STORAGE + b"K\x00(NtK\x01\x85tR.", "tensor is not described by"),
+        (REBUILD + STORAGE + b"K\x00)(\x88ttR.", "tensor is not described by"),
+        (STORAGE.replace(b"storage", b"modules") + b".", "storage is not described by"),
+        (STORAGE.replace(b"K\x01t", b"Nt") + b".", "storage is not described by"),
+        (STORAGE.replace(b"K\x01t", b"K\x01K\x01t") + b".", "storage is not described by"),
+        (STORAGE.replace(b"K\x01t", b"K\x01Nt") + b".", "keys are nothing"),
+        (STORAGE.replace(b"ctorch\nFloatStorage\n", b"N") + b".", "storage is not described by"),
+        (b"(" * 100_000, "exhausted"),
+        (b"(" * 100_000 + b".", "IndexError"),
+        (b"0.", "uses POP,"),
+        (b"t.", "IndexError"),
+        (b"h\x05.", "KeyError"),
     ],
 )
 @pytest.mark.parametrize("save", PICKLES)
-def test_ill_formed_pickles_are_refused(save, content, path):
+def test_ill_formed_pickles_are_refused(save, content, reason, path):
     save(b"\x80\x02" + content, path)
-    with pytest.raises(CheckpointError):
+    if reason == "exhausted" and save is save_pickle_legacy:
+        reason = "UnicodeDecodeError|exhausted|refused|corrupt"  # it runs on into the pickle behind it
+    with pytest.raises(CheckpointError, match=reason):
+        open_checkpoint(path)
+
+
+def test_legacy_storage_keys_are_strings(path):
+    deep = pickle.PROTO + b"\x02]q\x00)" + b"\x85" * 1_000_000 + b"a."  # hashing it overflows C's stack
+    save_pickle_legacy(b"\x80\x02}.", path)
+    path.write_bytes(path.read_bytes().removesuffix(pickle.dumps([], protocol=2)) + deep + b"\0" * 8)
+    with pytest.raises(CheckpointError, match="key is not a string"):
         open_checkpoint(path)
 
 
@@ -630,27 +664,47 @@ def test_views_up_to_the_last_element_of_their_storage(path):
 
 
 @pytest.mark.parametrize(
-    ("offset", "shape", "strides"),
+    ("offset", "shape", "strides", "reason"),
     [
-        (2, (2, 2), (3, 1)),
-        (0, (7,), (1,)),
-        (6, (1,), (1,)),
-        (6, (), ()),
-        (-1, (1,), (1,)),
-        (0, (-1,), (1,)),
-        (5, (2,), (-1,)),
-        (0, (2,), (1, 1)),
-        (0, (2**40,), (0,)),
-        (0, (0, 2**62), (0, 0)),
-        (0, (2**62, 2**62), (1, 2**62)),
-        (0, (1,), (2**70,)),
-        (0, (1,) * 65, (1,) * 65),
-        (2**80, (1,), (1,)),
+        (2, (2, 2), (3, 1), "beyond its storage"),
+        (0, (7,), (1,), "beyond its storage"),
+        (6, (1,), (1,), "beyond its storage"),
+        (6, (), (), "beyond its storage"),
+        (2**80, (1,), (1,), "beyond its storage"),
+        (0, (2**62, 2**62), (1, 2**62), "beyond its storage"),
+        (-1, (1,), (1,), "not possible"),
+        (0, (-1,), (1,), "not possible"),
+        (5, (2,), (-1,), "not possible"),
+        (0, (1,) * 65, (1,) * 65, "not possible"),
+        (0, (2,), (1, 1), "longer"),
+        (0, (2**20,), (0,), "larger than the file"),
+        (0, (0, 2**62), (0, 0), "corrupt"),
+        (0, (0, 2**30, 2**30, 2**30), (0, 0, 0, 0), "corrupt"),
+        (0, (1,), (2**70,), "corrupt"),
     ],
 )
-def test_views_beyond_their_storage_are_refused(offset, shape, strides, path):
+def test_views_beyond_their_storage_are_refused(offset, shape, strides, reason, path):
     save_view(path, offset, shape, strides)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=reason):
+        open_checkpoint(path)
+
+
+def test_archive_entries_must_begin_with_their_signature(path):
+    save_view(path, 0, (6,), (1,))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"PK\x03\x04", b"PK\x03\x05").replace(b"PK\x03\x05", b"PK\x03\x04", 1))
+    with pytest.raises(CheckpointError, match="not where its directory says"):
+        open_checkpoint(path)
+
+
+def test_storages_must_lie_in_the_file(path):
+    """The directory and the pickle agree on a size that the file doesn't have."""
+    save_view(path, 0, (6,), (1,), size=2**18)
+    content = bytearray(path.read_bytes())
+    last_directory_entry = content.rindex(b"PK\x01\x02")
+    struct.pack_into("<II", content, last_directory_entry + 20, 2**20, 2**20)  # its two sizes
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="beyond the end of the file"):
         open_checkpoint(path)
 
 

@@ -185,8 +185,8 @@ _BLOCK = (
         TRANSPOSE_SPLIT,
     ),
     Rule(r"attn\.c_proj\.(weight|bias)", "attention.out.{0}", TRANSPOSE),
-    Rule(r".*mlp\.c_fc\.(weight|bias)", "mlp.fc1.{0}", TRANSPOSE),
-    Rule(r".*mlp\.c_proj\.(weight|bias)", "mlp.fc2.{0}", TRANSPOSE),
+    Rule(r"mlp\.c_fc\.(weight|bias)", "mlp.fc1.{0}", TRANSPOSE),
+    Rule(r"mlp\.c_proj\.(weight|bias)", "mlp.fc2.{0}", TRANSPOSE),
 )
 
 _BODY = (

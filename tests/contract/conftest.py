@@ -1,0 +1,61 @@
+"""What the battery's tests share of a row, made once: a model in training mode, its inputs, and what it computes."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import pytest
+from jaxtyping import Array, PRNGKeyArray, PyTree
+
+import eqzoo
+
+from tests.contract.table import BATCH, ROWS, Row, jitted_train_step, randomised
+
+
+class Subject(NamedTuple):
+    row: Row
+    model: Any
+    state: eqx.nn.State
+    xs: Array
+    keys: PRNGKeyArray
+
+    @property
+    def frozen(self) -> Any:
+        return eqzoo.freeze(self.model, self.state)
+
+
+class Step(NamedTuple):
+    outputs: Array
+    state: eqx.nn.State
+    gradients: PyTree
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_quickly():
+    """The battery compiles a few hundred programs and runs each once or twice."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.model.__name__)
+def row(request) -> Row:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def subject(row) -> Subject:
+    model, state = randomised(row, seed=0)
+    return Subject(row, model, state, row.batch(1), jax.random.split(jax.random.key(2), BATCH))
+
+
+@pytest.fixture(scope="module")
+def step(subject) -> Step:
+    """One training step on one device, without options."""
+    return Step(*jitted_train_step(*subject[1:]))
+
+
+@pytest.fixture(scope="module")
+def predictions(subject) -> Array:
+    """The batch's outputs in inference mode."""
+    return eqx.filter_jit(eqx.filter_vmap(subject.frozen))(subject.xs)

@@ -1,0 +1,196 @@
+"""The contract battery's table: one row a family. And what the battery does with a row: make, train, compare."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from math import prod, sqrt
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+import eqzoo
+from eqzoo._model import _merge, _split
+from eqzoo.models.language.gpt2 import GPT2, GPT2Config
+from eqzoo.models.vision.vit import ViT, ViTConfig
+from eqzoo.tree import leaves_with_paths, map_with_path
+
+BATCH = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A family's class with a tiny config: every structural part, two layers or more in every stack, all rates above 0.
+
+    `example` draws one input. `read_out` computes the output from what `features` (or `hidden`) returns. `vanishing` is
+    a regex on the paths of leaves whose gradient is zero by symmetry, `replicated` on those of matrices that every device
+    keeps a copy of on purpose.
+    """
+
+    model: type[Any]
+    config: Any
+    example: Callable[[PRNGKeyArray], Array]
+    read_out: Callable[[Any, Any], Array]
+    vanishing: str = ""
+    replicated: str = ""
+
+    @property
+    def rates(self) -> tuple[str, ...]:
+        """The config's fields that make training random."""
+        return tuple(field.name for field in fields(self.config) if "drop" in field.name)
+
+    def make(self, key: PRNGKeyArray, config: Any = None) -> tuple[Any, eqx.nn.State]:
+        return eqx.nn.make_with_state(partial(self.model, self.config if config is None else config))(key=key)
+
+    def skeleton(self, config: Any = None) -> tuple[Any, eqx.nn.State]:
+        return eqx.filter_eval_shape(lambda: self.make(jax.random.key(0), config))
+
+    def quiet(self) -> Any:
+        """The config without randomness in training."""
+        return replace(self.config, **dict.fromkeys(self.rates, 0.0))
+
+    def batch(self, seed: int) -> Array:
+        return jax.vmap(self.example)(jax.random.split(jax.random.key(seed), BATCH))
+
+
+def _image(height: int, width: int, channels: int) -> Callable[[PRNGKeyArray], Array]:
+    return lambda key: jax.random.normal(key, (height, width, channels), jnp.float32)
+
+
+def _tokens(length: int, vocab: int) -> Callable[[PRNGKeyArray], Array]:
+    return lambda key: jax.random.randint(key, (length,), 0, vocab, jnp.int32)
+
+
+ROWS = (
+    Row(
+        model=eqzoo.MLP,
+        config=eqzoo.MLPConfig(hidden=(16, 24), image_size=5, in_channels=3, norm=True, dropout=0.1, num_classes=8),
+        example=_image(5, 5, 3),
+        read_out=lambda model, features: model.head(features[-1]),
+    ),
+    Row(
+        model=eqzoo.ResNet,
+        config=eqzoo.ResNetConfig(
+            block="bottleneck",
+            depths=(3, 3),
+            widths=(4, 8),
+            cardinality=2,
+            base_width=64,
+            stem="deep",
+            stem_width=4,
+            shortcut="pool",
+            squeeze_excite=True,
+            num_classes=8,
+        ),
+        example=_image(18, 26, 3),
+        read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=(0, 1))),
+    ),
+    Row(
+        model=ViT,
+        config=ViTConfig(
+            dim=16,
+            depth=3,
+            heads=2,
+            patch_size=4,
+            image_size=12,
+            registers=2,
+            pre_norm=True,
+            qk_norm=True,
+            layer_scale=1e-5,
+            dropout=0.1,
+            attention_dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(12, 12, 3),
+        read_out=lambda model, features: model.head(features[-1][0]),
+        replicated=r"class_token|registers",
+    ),
+    Row(
+        model=GPT2,
+        config=GPT2Config(dim=16, depth=3, heads=2, vocab=40, context=12, scale_by_layer=True),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: hidden @ model.embedding.weight.T,
+        vanishing=r".*attention\.key\.bias",  # it moves all scores of a query alike
+    ),
+)
+
+
+def randomised(row: Row, seed: int) -> tuple[Any, eqx.nn.State]:
+    """Model and state with nothing zero, nothing symmetric, nothing as initialised: every number matters to the output."""
+    model, state = row.skeleton()
+    generator = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        noise = generator.standard_normal(leaf.shape)
+        fan_in = prod(leaf.shape[path.count("[*]") + 1 :])
+        if path.endswith("running.count"):
+            noise = np.full(leaf.shape, 7)
+        elif path.endswith("running.var"):
+            noise = 0.5 + np.abs(noise)
+        elif fan_in > 1:
+            noise = noise / sqrt(fan_in) if path.endswith("weight") else 0.5 * noise
+        else:
+            noise = 0.3 * noise + path.endswith("weight")
+        return jnp.asarray(noise, leaf.dtype)
+
+    return _split(map_with_path(draw, _merge(model, state)), model, state)
+
+
+def train(model: Any, state: eqx.nn.State, xs: Array, keys: PRNGKeyArray) -> tuple[Array, eqx.nn.State]:
+    """The outputs for a batch in training mode, and the new statistics."""
+    state = jax.tree.map(lambda leaf: leaf, state)  # a copy, for Equinox voids what it passes on
+    call = lambda x, key: eqzoo.apply(model, state, x, key=key)
+    return jax.vmap(call, axis_name="batch", out_axes=(0, None))(xs, keys)
+
+
+def error(ys: Float[Array, "..."]) -> Float[Array, ""]:
+    """A loss that depends on every output in its own way."""
+    return jnp.mean((ys - jnp.cos(jnp.arange(ys.size)).reshape(ys.shape)) ** 2)
+
+
+def train_step(
+    model: Any, state: eqx.nn.State, xs: Array, keys: PRNGKeyArray
+) -> tuple[Array, eqx.nn.State, PyTree]:
+    """Outputs, new statistics and gradients."""
+
+    def loss(model):
+        ys, new_state = train(model, state, xs, keys)
+        return error(ys), (ys, new_state)
+
+    gradients, (ys, new_state) = eqx.filter_grad(loss, has_aux=True)(model)
+    return ys, new_state, gradients
+
+
+jitted_train = eqx.filter_jit(train)
+jitted_train_step = eqx.filter_jit(train_step)
+
+
+def cast(tree: PyTree, dtype: Any) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf, tree)
+
+
+def assert_close(ours: PyTree, expected: PyTree, tolerance: float) -> None:
+    """Leaf by leaf: the largest error relative to the leaf's largest number.
+
+    A leaf that should vanish (a gradient, by symmetry) is measured against a thousandth of the tree's largest number.
+    """
+    named = [(path, np.asarray(leaf)) for path, leaf in leaves_with_paths(expected) if eqx.is_array_like(leaf)]
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(ours) if eqx.is_array_like(leaf)]
+    largest = max(np.abs(leaf).max() for _, leaf in named)
+    for (path, theirs), leaf in zip(named, leaves, strict=True):
+        assert leaf.shape == theirs.shape, path
+        assert np.isfinite(leaf).all(), f"{path} is not finite"
+        scale = max(np.abs(theirs).max(), 1e-3 * largest)
+        error = np.abs(leaf.astype(float) - theirs.astype(float)).max() / scale
+        assert error <= tolerance, f"{path or 'the output'}: relative error {error:.2e}, above {tolerance:.0e}"
+
+
+def matches(pattern: str, path: str) -> bool:
+    return re.fullmatch(pattern, path) is not None

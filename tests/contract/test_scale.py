@@ -1,0 +1,70 @@
+"""Every family on many devices and at great depth: the same numbers, and no larger a program."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from eqzoo._registry import family_of
+from eqzoo.sharding import batch_sharding, make_mesh, shard, shard_batch, shardings
+from eqzoo.tree import leaves_with_paths
+
+from tests.contract.table import ROWS, assert_close, jitted_train_step, matches, train_step
+
+MESHES = ({"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "model": 2})
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: "-".join(f"{name}{size}" for name, size in sizes.items()))
+def test_sharded_is_unsharded(subject, step, sizes):
+    """Outputs, gradients and new batch statistics of a training step don't depend on where the numbers live."""
+    mesh = make_mesh(**sizes)
+    model, state, xs = shard(subject.model, mesh), shard(subject.state, mesh), shard_batch(subject.xs, mesh)
+    keys = jax.device_put(subject.keys, batch_sharding(mesh))
+    split = [path for path, leaf in leaves_with_paths(model) if eqx.is_array(leaf) and not leaf.is_fully_replicated]
+    assert bool(split) == (sizes != {"data": 8})
+    assert_close(jitted_train_step(model, state, xs, keys), tuple(step), 1e-5)
+
+
+def test_every_matrix_has_a_sharding_rule(row):
+    """Or is listed in the table as one that each device keeps a copy of."""
+    model, _ = row.skeleton()
+    rules = family_of(model).sharding
+    for path, leaf in leaves_with_paths(model):
+        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.ndim - path.count("[*]") >= 2:
+            covered = any(matches(pattern, path) for pattern, _ in rules)
+            assert covered != matches(row.replicated, path), path
+
+
+def test_initialisation_is_the_same_everywhere(row):
+    """Eagerly, under `jit`, and under `jit` with each weight made where it belongs: bit for bit."""
+    key, mesh = jax.random.key(8), make_mesh(data=2, fsdp=2, model=2)
+    eager = eqx.filter(row.make(key), eqx.is_array)
+    make = lambda key: eqx.filter(row.make(key), eqx.is_array)
+    places = tuple(shardings(part, mesh) for part in eager)
+    for made in (jax.jit(make)(key), jax.jit(make, out_shardings=places)(key)):
+        assert eqx.tree_equal(jax.device_get(made), jax.device_get(eager))
+
+
+DEEP = [row for row in ROWS if hasattr(row.config, "depth") or hasattr(row.config, "depths")]
+
+
+@pytest.mark.parametrize("row", DEEP, ids=lambda row: row.model.__name__)
+def test_program_does_not_grow_with_depth(row):
+    """The gradient at 48 layers has as many equations as at 6."""
+    assert _gradient_equations(row, 48) == _gradient_equations(row, 6)
+
+
+def _gradient_equations(row, depth: int) -> int:
+    stages = getattr(row.config, "depths", None)
+    change = {"depth": depth} if stages is None else {"depths": (depth,) * len(stages)}
+    model, state = row.skeleton(dataclasses.replace(row.config, **change))
+    xs, keys = jax.eval_shape(lambda: (row.batch(0), jax.random.split(jax.random.key(0), 8)))
+    arrays, static = eqx.partition((model, state, xs, keys), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    gradient = lambda arrays: eqx.filter(train_step(*eqx.combine(arrays, static)), eqx.is_array)
+    return _equations(jax.make_jaxpr(gradient)(arrays).jaxpr)
+
+
+def _equations(jaxpr) -> int:
+    return sum(1 + sum(map(_equations, jaxprs_in_params(equation.params))) for equation in jaxpr.eqns)

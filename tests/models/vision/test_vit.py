@@ -1,0 +1,372 @@
+"""ViT is torchvision's and timm's: every variant's names, shapes and options; outputs and gradients of every option."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+from jaxtyping import Array
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import VisionTransformer
+from torchvision.models import get_model, get_model_weights
+
+from eqzoo._model import _skeleton, _stored, fill_from, freeze
+from eqzoo.checkpoint import CheckpointError, unfill
+from eqzoo.models.vision.vit import FAMILY, TIMM, TORCHVISION, VARIANTS, ViT, ViTConfig
+from eqzoo.tree import leaves_with_paths
+from tests.parity import assert_close, assert_names_and_shapes, assert_same_gradients, from_torch, randomise
+
+TORCHVISION_VARIANTS = [name for name in VARIANTS if name.startswith(("vit_b_", "vit_l_", "vit_h_"))]
+TIMM_VARIANTS = [name for name in VARIANTS if name not in TORCHVISION_VARIANTS]
+
+# The modules that the mathematics of this family is made of. Anything else in an upstream model needs a look.
+KNOWN = {
+    *("VisionTransformer", "VisionTransformerDistilled", "PatchEmbed", "Block", "Attention", "Mlp", "LayerScale"),
+    *("LayerNorm", "Linear", "Conv2d", "Identity", "Dropout", "Sequential", "GELU", "QuickGELU"),
+}
+
+
+def config_of(model: VisionTransformer) -> ViTConfig:
+    """The config of a timm model, read off the model itself."""
+    block = model.blocks[0]
+    return ViTConfig(
+        dim=model.embed_dim,
+        depth=len(model.blocks),
+        heads=block.attn.num_heads,
+        patch_size=model.patch_embed.patch_size[0],
+        image_size=model.patch_embed.img_size[0],
+        in_channels=model.in_chans,
+        mlp_ratio=block.mlp.fc1.out_features / model.embed_dim,
+        class_token=model.has_class_token,
+        distilled=isinstance(model, VisionTransformerDistilled),
+        registers=model.num_reg_tokens,
+        prefix_positions=not model.no_embed_class,
+        pool=model.global_pool,
+        fc_norm=not isinstance(model.fc_norm, torch.nn.Identity),
+        pre_norm=not isinstance(model.norm_pre, torch.nn.Identity),
+        qk_norm=not isinstance(block.attn.q_norm, torch.nn.Identity),
+        layer_scale=getattr(block.ls1, "init_values", None),
+        qkv_bias=block.attn.qkv.bias is not None,
+        activation={"GELU": "gelu", "QuickGELU": "quick_gelu"}[type(block.mlp.act).__name__],
+        norm_eps=block.norm1.eps,
+        num_classes=model.num_classes,
+    )
+
+
+@pytest.mark.parametrize("name", TIMM_VARIANTS)
+def test_timm_variant_has_the_same_options_names_and_shapes(name):
+    with torch.device("meta"):
+        upstream = timm.create_model(name)
+    assert config_of(upstream) == VARIANTS[name]
+    assert {type(module).__name__ for module in upstream.modules()} <= KNOWN
+    norms = [module for module in upstream.modules() if isinstance(module, torch.nn.LayerNorm)]
+    assert {norm.eps for norm in norms} == {VARIANTS[name].norm_eps}
+    assert not upstream.pool_include_prefix
+    assert_names_and_shapes((FAMILY, VARIANTS[name]), upstream.state_dict())
+
+
+@pytest.mark.parametrize("name", TORCHVISION_VARIANTS)
+def test_torchvision_variant_has_the_same_options_names_and_shapes(name):
+    with torch.device("meta"):
+        upstream = get_model(name)
+    block = upstream.encoder.layers[0]
+    assert VARIANTS[name] == ViTConfig(
+        dim=upstream.hidden_dim,
+        depth=len(upstream.encoder.layers),
+        heads=block.num_heads,
+        patch_size=upstream.patch_size,
+        image_size=upstream.image_size,
+        norm_eps=block.ln_1.eps,
+        mlp_ratio=upstream.mlp_dim / upstream.hidden_dim,
+    )
+    assert_names_and_shapes((FAMILY, VARIANTS[name]), upstream.state_dict())
+
+
+@pytest.mark.parametrize("name", TORCHVISION_VARIANTS)
+def test_torchvision_publishes_the_same_number_of_parameters(name):
+    published = {weights.meta["min_size"][0]: weights.meta["num_params"] for weights in get_model_weights(name)}
+    for image_size, number in published.items():
+        model, _ = _skeleton(partial(ViT, replace(VARIANTS[name], image_size=image_size)))
+        assert number == sum(leaf.size for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.ShapeDtypeStruct))
+    assert VARIANTS[name].image_size in published
+
+
+# Every option, in few models: ours, and timm's for the same.
+OPTIONS = {
+    "sizes": (
+        {"heads": 2, "in_channels": 1, "mlp_ratio": 2.6, "depth": 1, "activation": "quick_gelu"},
+        {"num_heads": 2, "in_chans": 1, "mlp_ratio": 2.6, "depth": 1, "act_layer": "quick_gelu"},
+    ),
+    "no class token": (
+        {"class_token": False, "pool": "avg", "layer_scale": 1e-5, "qkv_bias": False},
+        {"class_token": False, "global_pool": "avg", "fc_norm": False, "init_values": 1e-5, "qkv_bias": False},
+    ),
+    "registers": (
+        {"registers": 2, "pool": "avg", "pre_norm": True, "activation": "gelu_tanh"},
+        {"reg_tokens": 2, "global_pool": "avg", "fc_norm": False, "pre_norm": True, "act_layer": "gelu_tanh"},
+    ),
+    "registers without positions": (
+        {"registers": 2, "prefix_positions": False, "class_token": False, "pool": "avg", "fc_norm": True},
+        {"reg_tokens": 2, "no_embed_class": True, "class_token": False, "global_pool": "avg"},
+    ),
+    "class token without position": (
+        {"prefix_positions": False, "fc_norm": True, "num_classes": 0},
+        {"no_embed_class": True, "fc_norm": True, "num_classes": 0},
+    ),
+    "epsilon of every norm": (
+        {"norm_eps": 0.1, "pre_norm": True, "qk_norm": True, "fc_norm": True},
+        {"norm_layer": partial(torch.nn.LayerNorm, eps=0.1), "pre_norm": True, "qk_norm": True, "fc_norm": True},
+    ),
+    "distilled": ({"distilled": True}, {}),
+}
+
+
+def tiny(**options: Any) -> ViTConfig:
+    sizes = {"dim": 24, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32, "num_classes": 5}
+    return ViTConfig(**{**sizes, **options})
+
+
+def tiny_timm(ours: dict[str, Any], theirs: dict[str, Any]) -> torch.nn.Module:
+    make = VisionTransformerDistilled if ours.get("distilled") else VisionTransformer
+    sizes = {"embed_dim": 24, "depth": 2, "num_heads": 3, "patch_size": 8, "img_size": 32, "num_classes": 5}
+    return randomise(make(**{**sizes, **theirs}).eval(), 0)
+
+
+def tiny_torchvision(config: ViTConfig) -> torch.nn.Module:
+    model = torchvision.models.VisionTransformer(
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        num_layers=config.depth,
+        num_heads=config.heads,
+        hidden_dim=config.dim,
+        mlp_dim=int(config.dim * config.mlp_ratio),
+        num_classes=config.num_classes,
+        norm_layer=partial(torch.nn.LayerNorm, eps=config.norm_eps),
+    )
+    return randomise(model.eval(), 0)
+
+
+def frozen(config: ViTConfig, upstream: torch.nn.Module) -> Any:
+    return freeze(*from_torch((FAMILY, config), upstream))
+
+
+def images(config: ViTConfig, number: int = 2) -> np.ndarray:
+    shape = (number, config.image_size, config.image_size, config.in_channels)
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def channels_first(x: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(x, -1, 1)))
+
+
+@eqx.filter_jit
+def outputs(model: Any, x: Array) -> Array:
+    return jax.vmap(model)(x)
+
+
+@eqx.filter_jit
+@partial(eqx.filter_grad, has_aux=True)
+def gradients_and_outputs(model: Any, x: Array, labels: Array) -> tuple[Array, Array]:
+    y = jax.vmap(model)(x)
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(y), labels[:, None], axis=1)), y
+
+
+def assert_parity(config: ViTConfig, upstream: torch.nn.Module, rules: Any) -> None:
+    x, labels = images(config), np.array([1, 3])
+    theirs = upstream(channels_first(x))
+    torch.nn.functional.cross_entropy(theirs, torch.from_numpy(labels)).backward()
+    gradients, ours = gradients_and_outputs(frozen(config, upstream), jnp.asarray(x), jnp.asarray(labels))
+    assert_close(ours, theirs, 1e-4)
+    assert_same_gradients(gradients, upstream, rules, 1e-3)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_outputs_and_gradients_are_those_of_timm(case):
+    ours, theirs = OPTIONS[case]
+    assert_parity(tiny(**ours), tiny_timm(ours, theirs), TIMM)
+
+
+def test_outputs_and_gradients_are_those_of_torchvision():
+    config = tiny(norm_eps=0.1, mlp_ratio=2.5)
+    assert_parity(config, tiny_torchvision(config), TORCHVISION)
+
+
+# Our options, timm's for the same, and whether a model without them notices by its outputs or already by its weights.
+FORGOTTEN = {
+    "heads": ({"heads": 2}, {"num_heads": 2}, AssertionError),
+    "norm_eps": ({"norm_eps": 1e-3}, {"norm_layer": partial(torch.nn.LayerNorm, eps=1e-3)}, AssertionError),
+    "gelu_tanh": ({"activation": "gelu_tanh"}, {"act_layer": "gelu_tanh"}, AssertionError),
+    "quick_gelu": ({"activation": "quick_gelu"}, {"act_layer": "quick_gelu"}, AssertionError),
+    "pool": ({"pool": "avg"}, {"global_pool": "avg", "fc_norm": False}, AssertionError),
+    "in_channels": ({"in_channels": 1}, {"in_chans": 1}, CheckpointError),
+    "mlp_ratio": ({"mlp_ratio": 2.6}, {"mlp_ratio": 2.6}, CheckpointError),
+    "depth": ({"depth": 3}, {"depth": 3}, CheckpointError),
+    "class_token": (
+        {"class_token": False, "pool": "avg"},
+        {"class_token": False, "global_pool": "avg", "fc_norm": False},
+        CheckpointError,
+    ),
+    "registers": ({"registers": 2}, {"reg_tokens": 2}, CheckpointError),
+    "prefix_positions": ({"prefix_positions": False}, {"no_embed_class": True}, CheckpointError),
+    "fc_norm": ({"fc_norm": True}, {"fc_norm": True}, CheckpointError),
+    "pre_norm": ({"pre_norm": True}, {"pre_norm": True}, CheckpointError),
+    "qk_norm": ({"qk_norm": True}, {"qk_norm": True}, CheckpointError),
+    "layer_scale": ({"layer_scale": 1e-5}, {"init_values": 1e-5}, CheckpointError),
+    "qkv_bias": ({"qkv_bias": False}, {"qkv_bias": False}, CheckpointError),
+    "num_classes": ({"num_classes": 0}, {"num_classes": 0}, CheckpointError),
+    "distilled": ({"distilled": True}, {}, CheckpointError),
+}
+
+
+@pytest.mark.parametrize("option", FORGOTTEN)
+def test_a_forgotten_option_is_noticed(option):
+    ours, theirs, error = FORGOTTEN[option]
+    upstream = tiny_timm(ours, theirs)
+    x = images(tiny(**ours))
+    with pytest.raises(error):
+        assert_close(outputs(frozen(tiny(), upstream), jnp.asarray(x)), upstream(channels_first(x)), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (
+            {"registers": 2, "pre_norm": True, "qk_norm": True, "layer_scale": 1e-5},
+            {"reg_tokens": 2, "pre_norm": True, "qk_norm": True, "init_values": 1e-5},
+        ),
+        (
+            {"prefix_positions": False, "pool": "avg", "fc_norm": True, "qk_norm": True},
+            {"no_embed_class": True, "global_pool": "avg", "qk_norm": True},
+        ),
+        ({"distilled": True, "qk_norm": True}, {"qk_norm": True}),
+    ],
+    ids=["registers", "averaged", "distilled"],
+)
+def test_every_weight_matters_to_the_output(ours, theirs):
+    """So that a comparison of outputs would notice any one tensor in the wrong place."""
+    config = tiny(**ours)
+    arrays, static = eqx.partition(frozen(config, tiny_timm(ours, theirs)), eqx.is_array)
+    leaves, treedef = jax.tree.flatten(arrays)
+    x = jnp.asarray(images(config))
+    reference = np.asarray(outputs(eqx.combine(arrays, static), x))
+    for index, (path, leaf) in enumerate(leaves_with_paths(arrays)):
+        if path == "blocks[*].attention.key_norm.bias":
+            continue  # it moves all scores of a query alike, which the softmax takes back
+        moved = leaf + 0.1 * jax.random.normal(jax.random.key(index), leaf.shape)
+        changed = jax.tree.unflatten(treedef, [*leaves[:index], moved, *leaves[index + 1 :]])
+        with pytest.raises(AssertionError, match="relative error"):
+            assert_close(outputs(eqx.combine(changed, static), x), reference, 1e-3)
+
+
+def test_a_distilled_model_without_head_averages_its_two_tokens():
+    config = tiny(distilled=True, num_classes=0)
+    upstream = tiny_timm({"distilled": True}, {"num_classes": 0})
+    x = images(config)
+    assert_close(outputs(frozen(config, upstream), jnp.asarray(x)), upstream(channels_first(x)), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "vit_b_16"])
+def test_a_whole_model_is_upstreams(name):
+    with torch.device("meta"):
+        upstream = timm.create_model(name) if name in TIMM_VARIANTS else get_model(name)
+    upstream = randomise(upstream.to_empty(device="cpu").eval(), 0)
+    x = images(VARIANTS[name], 1)
+    with torch.no_grad():
+        theirs = upstream(channels_first(x))
+    assert_close(outputs(frozen(VARIANTS[name], upstream), jnp.asarray(x)), theirs, 1e-4)
+
+
+def test_files_from_before_torchvision_renamed_the_mlp_load():
+    config = tiny()
+    upstream = tiny_torchvision(config)
+    tensors = {
+        name.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): _stored(tensor.numpy())
+        for name, tensor in upstream.state_dict().items()
+    }
+    assert any("linear_2" in name for name in tensors)
+    old, _ = fill_from(tensors, _skeleton(partial(ViT, config)), FAMILY.rules, "an old file", "ViT")
+    new, _ = from_torch((FAMILY, config), upstream)
+    assert eqx.tree_equal(old, new)
+
+
+def test_features_are_the_tokens_before_pooling():
+    ours, theirs = OPTIONS["registers"]
+    upstream = tiny_timm(ours, theirs)
+    x = images(tiny(**ours), 1)
+    model = frozen(tiny(**ours), upstream)
+    (tokens,) = eqx.filter_jit(model.features)(jnp.asarray(x[0]))
+    assert_close(tokens, upstream.forward_features(channels_first(x))[0], 1e-4)
+
+
+def test_initial_weights_are_spread_as_in_timm():
+    config = tiny(dim=192, depth=1, distilled=True, layer_scale=1e-5, num_classes=100)
+    upstream = tiny_timm({"distilled": True}, {"embed_dim": 192, "depth": 1, "init_values": 1e-5, "num_classes": 100})
+    upstream.init_weights()
+    ours = unfill(eqx.filter_jit(ViT)(config, key=jax.random.key(0)), TIMM)
+    for name, theirs in upstream.state_dict().items():
+        if theirs.std() == 0:
+            np.testing.assert_array_equal(ours[name], theirs, err_msg=name)
+        else:
+            assert 0.8 < ours[name].std() / theirs.std() < 1.25, name
+
+
+@pytest.mark.parametrize("option", ["dropout", "attention_dropout", "drop_path"])
+def test_training_needs_a_key_and_depends_on_it(option):
+    config = tiny(**{option: 0.5})
+    model, _ = from_torch((FAMILY, config), tiny_timm({}, {}))
+    x = jnp.asarray(images(config)[0])
+    keys = jnp.stack([jax.random.key(seed) for seed in (0, 0, 4)])
+    first, again, other = eqx.filter_jit(jax.vmap(lambda key: model(x, key=key)))(keys)
+    assert jnp.array_equal(first, again)
+    assert not jnp.allclose(first, other)
+    with pytest.raises(ValueError, match="got no key in training mode"):
+        eqx.filter_eval_shape(model, x)
+
+
+def test_drop_path_grows_with_depth():
+    """Of two blocks the first never drops a branch; the second drops each of its two by itself."""
+    config = tiny(drop_path=0.5)
+    model, _ = from_torch((FAMILY, config), tiny_timm({}, {}))
+    x = jnp.asarray(images(config)[0])
+    ys = eqx.filter_jit(jax.vmap(lambda key: model(x, key=key)))(jax.random.split(jax.random.key(0), 32))
+    assert len(np.unique(np.round(np.asarray(ys), 3), axis=0)) == 4
+
+
+def test_inference_drops_nothing():
+    config, upstream = tiny(dropout=0.5, attention_dropout=0.5, drop_path=0.5), tiny_timm({}, {})
+    x = images(config)
+    assert_close(outputs(frozen(config, upstream), jnp.asarray(x)), upstream(channels_first(x)), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_size": 33}, "image_size=33 is not a multiple of patch_size=8; the nearest below is 32"),
+        ({"heads": 5}, "dim=24 is not a multiple of heads=5"),
+        ({"pool": "map"}, "pool='map' is unknown"),
+        ({"class_token": False}, "pool='token' reads the class token, but class_token=False"),
+        ({"distilled": True, "registers": 4}, "distilled=True, but registers"),
+        ({"distilled": True, "fc_norm": True}, "distilled=True, but registers"),
+        ({"distilled": True, "prefix_positions": False}, "distilled=True, but registers"),
+        ({"distilled": True, "pool": "avg"}, "distilled=True, but registers"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**options)
+
+
+@pytest.mark.parametrize("shape", [(48, 48, 3), (32, 32, 1), (3, 32, 32), (2, 32, 32, 3)])
+def test_another_image_size_is_refused_in_one_sentence(shape):
+    model = ViT(tiny(), key=jax.random.key(0))
+    with pytest.raises(
+        TypeError, match=r"ViT: x is an array of shape .* expected a float array of shape \(32, 32, 3\)"
+    ):
+        model(jnp.zeros(shape))

@@ -1,0 +1,163 @@
+"""Position tables and rotary angles against timm, transformers and MAE."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import timm
+import torch
+from transformers import LlamaConfig
+from transformers.models.gptj import modeling_gptj
+from transformers.models.llama import modeling_llama
+
+from eqzoo import nn
+
+
+def assert_close(here, there, tolerance=1e-5):
+    here, there = np.asarray(here, np.float64), np.asarray(there, np.float64)
+    assert here.shape == there.shape
+    assert np.max(np.abs(here - there)) <= tolerance * np.max(np.abs(there))
+
+
+def test_sincos_1d_is_sines_then_cosines():
+    positions = np.array([0.0, 1.0, 2.5, 30.0], np.float32)
+    angles = positions[:, None] / 1000.0 ** (np.arange(3) / 3)
+    assert_close(
+        nn.sincos_1d(jnp.asarray(positions), 6, base=1000.0), np.concatenate([np.sin(angles), np.cos(angles)], 1)
+    )
+
+
+def mae_table(height, width, dim):
+    """MAE's own arithmetic (util/pos_embed.py), whose grid has the column first."""
+    columns, rows = np.meshgrid(np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32))
+    omega = 1 / 10000 ** (np.arange(dim // 4, dtype=float) / (dim / 4))
+    halves = [np.einsum("m,d->md", axis.reshape(-1), omega) for axis in (columns, rows)]
+    return np.concatenate([f(half) for half in halves for f in (np.sin, np.cos)], axis=1)
+
+
+@pytest.mark.parametrize(("height", "width"), [(3, 3), (2, 5), (14, 14)])
+def test_sincos_2d_is_maes_and_timms_up_to_the_order_of_channels(height, width):
+    table = nn.sincos_2d(height, width, 24)
+    assert_close(table, mae_table(height, width, 24))
+    timms = timm.layers.build_sincos2d_pos_embed([height, width], dim=24).numpy()
+    # timm: sine of row, sine of column, cosine of row, cosine of column.
+    sine_column, cosine_column, sine_row, cosine_row = np.split(np.asarray(table), 4, axis=1)
+    assert_close(np.concatenate([sine_row, sine_column, cosine_row, cosine_column], axis=1), timms)
+
+
+def test_sincos_2d_takes_another_base():
+    assert_close(nn.sincos_2d(2, 3, 8, base=100.0)[:, :4], nn.sincos_1d(jnp.arange(6.0) % 3, 4, base=100.0))
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [((4, 4), (7, 7)), ((7, 7), (4, 4)), ((14, 14), (5, 5)), ((4, 6), (9, 5)), ((6, 3), (6, 3)), ((3, 4), (4, 3))],
+)
+def test_resample_positions_is_timms(old, new, prefix):
+    torch.manual_seed(0)
+    table = torch.randn(1, prefix + old[0] * old[1], 5)
+    there = timm.layers.resample_abs_pos_embed(table, list(new), list(old), num_prefix_tokens=prefix)
+    assert_close(nn.resample_positions(jnp.asarray(table[0].numpy()), old, new, prefix=prefix), there[0])
+
+
+def test_resample_positions_keeps_the_dtype_and_an_unchanged_grid():
+    table = jax.random.normal(jax.random.key(0), (1 + 6, 4)).astype(jnp.bfloat16)
+    assert nn.resample_positions(table, (2, 3), (4, 4), prefix=1).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(nn.resample_positions(table, (2, 3), (2, 3), prefix=1), table)
+
+
+def test_resample_positions_in_bfloat16_interpolates_in_float32():
+    table = jax.random.normal(jax.random.key(0), (49, 4)).astype(jnp.bfloat16)
+    there = timm.layers.resample_abs_pos_embed(
+        torch.tensor(np.asarray(table, np.float32)).bfloat16()[None], [4, 4], [7, 7], num_prefix_tokens=0
+    )
+    assert_close(nn.resample_positions(table, (7, 7), (4, 4)), there[0].float(), 2**-8)
+
+
+@pytest.mark.parametrize("base", [10000.0, 500000.0])
+@pytest.mark.parametrize("dim", [16, 96, 128])
+def test_rotary_angles_are_llamas_to_one_rounding_and_the_same_under_jit(base, dim):
+    config = LlamaConfig(
+        hidden_size=dim, num_attention_heads=1, rope_parameters={"rope_type": "default", "rope_theta": base}
+    )
+    there = modeling_llama.LlamaRotaryEmbedding(config).inv_freq.numpy()
+    positions = np.array([0, 1, 17, 100000], np.float32)
+    angles = nn.rotary_angles(jnp.asarray(positions), dim, base=base)
+    np.testing.assert_allclose(angles, positions[:, None] * there, rtol=2e-7)
+    np.testing.assert_array_equal(jax.jit(lambda p: nn.rotary_angles(p, dim, base=base))(positions), angles)
+
+
+def test_rotary_angles_2d_turn_half_with_the_row_and_half_with_the_column():
+    angles = np.asarray(nn.rotary_angles_2d(3, 5, 16, base=100.0)).reshape(3, 5, 2, 4)
+    for row in range(3):
+        for column in range(5):
+            expected = nn.rotary_angles(jnp.array([row, column], jnp.float32), 8, base=100.0)
+            np.testing.assert_array_equal(angles[row, column], expected)
+
+
+def rotary_inputs(tokens=6, dim=8):
+    torch.manual_seed(0)
+    x = torch.randn(3, tokens, dim, requires_grad=True)
+    return x, nn.rotary_angles(jnp.arange(tokens, dtype=jnp.float32), dim)
+
+
+def test_rotate_is_llamas_in_value_and_gradient():
+    x, angles = rotary_inputs()
+    both = torch.tensor(np.concatenate([angles, angles], -1))[None]
+    y, _ = modeling_llama.apply_rotary_pos_emb(x[None], x[None], both.cos(), both.sin())
+    cotangent = torch.randn_like(y)
+    y.backward(cotangent)
+    ours, pull = jax.vjp(lambda x: nn.rotate(x, angles), jnp.asarray(x.detach().numpy()))
+    assert_close(ours, y[0].detach())
+    assert_close(pull(jnp.asarray(cotangent[0].numpy()))[0], x.grad)
+
+
+def test_rotate_interleaved_is_gptjs_and_timms():
+    x, angles = rotary_inputs()
+    theta = torch.tensor(np.asarray(angles))
+    ours = nn.rotate(jnp.asarray(x.detach().numpy()), angles, interleaved=True)
+    gptj = modeling_gptj.apply_rotary_pos_emb(x.transpose(0, 1)[None], theta.sin()[None], theta.cos()[None])
+    assert_close(ours, gptj[0].transpose(0, 1).detach())
+    twice = torch.repeat_interleave(theta, 2, -1)
+    timms = timm.layers.apply_rot_embed_cat(x, torch.cat([twice.sin(), twice.cos()], -1))
+    assert_close(ours, timms.detach())
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotated_products_depend_on_the_distance_only(interleaved):
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 8))
+
+    def product(position_q, position_k):
+        turned = (
+            nn.rotate(x, nn.rotary_angles(jnp.array([p]), 8), interleaved=interleaved)
+            for x, p in ((q, position_q), (k, position_k))
+        )
+        return jnp.sum(jnp.prod(jnp.stack(tuple(turned)), 0))
+
+    np.testing.assert_allclose(product(9.0, 5.0), product(4.0, 0.0), rtol=1e-5)
+    assert abs(product(9.0, 5.0) - product(9.0, 6.0)) > 1e-3
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotate_keeps_bfloat16(interleaved):
+    x, angles = rotary_inputs()
+    x = jnp.asarray(x.detach().numpy())
+    y = nn.rotate(x.astype(jnp.bfloat16), angles, interleaved=interleaved)
+    assert y.dtype == jnp.bfloat16
+    assert_close(y, nn.rotate(x, angles, interleaved=interleaved), 0.01)
+
+
+def test_impossible_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"sincos_1d: dim=5 is odd; .* pass an even dim"):
+        nn.sincos_1d(jnp.arange(3.0), 5)
+    with pytest.raises(ValueError, match="sincos_2d: dim=6 is not a multiple of 4"):
+        nn.sincos_2d(2, 2, 6)
+    with pytest.raises(ValueError, match=r"rotary_angles: dim=5 is odd; .* pass an even dim"):
+        nn.rotary_angles(jnp.arange(3.0), 5)
+    with pytest.raises(ValueError, match="rotary_angles_2d: dim=6 is not a multiple of 4"):
+        nn.rotary_angles_2d(2, 2, 6)
+    with pytest.raises(
+        ValueError, match="the table has 17 rows, but prefix=0 and a grid of 4x4 make 16; pass the grid"
+    ):
+        nn.resample_positions(jnp.ones((17, 2)), (4, 4), (5, 5))

@@ -1,0 +1,61 @@
+"""Layer scale, squeeze-and-excitation and channel rounding against timm."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import timm
+import torch
+
+from eqzoo import nn
+
+
+def array(tensor):
+    return jnp.asarray(tensor.detach().numpy())
+
+
+def test_layer_scale_is_timms_and_starts_at_its_init():
+    x = torch.randn(5, 4)
+    here, there = nn.LayerScale(4, 0.1), timm.layers.LayerScale(4, 0.1)
+    np.testing.assert_allclose(here(array(x)), there(x).detach(), rtol=1e-6)
+    there.gamma.data = torch.randn(4)
+    here = eqx.tree_at(lambda part: part.weight, here, array(there.gamma))
+    np.testing.assert_allclose(here(array(x)), there(x).detach(), rtol=1e-6)
+    assert here(array(x).astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "theirs"),
+    [
+        ({}, {}),
+        ({"activation": jax.nn.silu}, {"act_layer": torch.nn.SiLU}),
+        ({"gate": jax.nn.hard_sigmoid}, {"gate_layer": torch.nn.Hardsigmoid}),
+    ],
+)
+def test_squeeze_excite_is_timms_in_value_and_gradient(options, theirs):
+    torch.manual_seed(0)
+    there = timm.layers.SEModule(6, rd_channels=4, **theirs)
+    here = nn.SqueezeExcite(6, 4, key=jax.random.key(0), **options)
+    for name in ("fc1", "fc2"):
+        conv = getattr(there, name)
+        conv.weight.data, conv.bias.data = 2 * torch.randn_like(conv.weight), torch.randn_like(conv.bias)
+        here = eqx.tree_at(lambda s, name=name: getattr(s, name).weight, here, array(conv.weight))
+        here = eqx.tree_at(lambda s, name=name: getattr(s, name).bias, here, array(conv.bias))
+    x = (torch.randn(1, 6, 3, 5) + 0.5).requires_grad_()
+    y = there(x)
+    cotangent = torch.randn_like(y)
+    y.backward(cotangent)
+    ours, pull = jax.vjp(lambda layer, x: layer(x), here, array(x[0].movedim(0, -1)))
+    gradient, dx = pull(array(cotangent[0].movedim(0, -1)))
+    np.testing.assert_allclose(ours, y[0].movedim(0, -1).detach(), atol=1e-5)
+    np.testing.assert_allclose(dx, x.grad[0].movedim(0, -1), atol=1e-5)
+    np.testing.assert_allclose(gradient.fc1.weight, there.fc1.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("divisor", [8, 16])
+def test_round_channels_is_timms_without_a_round_limit(divisor):
+    for channels in [1, 4, 11.5, 12, 20, 28, 36.2, 100]:
+        theirs = timm.layers.make_divisible(channels, divisor, round_limit=0.0)
+        assert nn.round_channels(channels, divisor) == theirs
+    assert nn.round_channels(20) == 24
