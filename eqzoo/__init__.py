@@ -11,7 +11,11 @@ from eqzoo._model import load as load
 from eqzoo._model import save as save
 from eqzoo._registry import list_models as list_models
 from eqzoo.checkpoint import CheckpointError as CheckpointError
+from eqzoo.models.language.gpt2 import GPT2 as GPT2
+from eqzoo.models.language.gpt2 import GPT2Config as GPT2Config
 from eqzoo.models.vision.mlp import MLP as MLP
 from eqzoo.models.vision.mlp import MLPConfig as MLPConfig
 from eqzoo.models.vision.resnet import ResNet as ResNet
 from eqzoo.models.vision.resnet import ResNetConfig as ResNetConfig
+from eqzoo.models.vision.vit import ViT as ViT
+from eqzoo.models.vision.vit import ViTConfig as ViTConfig

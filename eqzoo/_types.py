@@ -47,7 +47,7 @@ def _sentence(model: Any, name: str, value: Any, annotation: Any) -> str:
         return f"{owner}: {name} is {_describe(value)}, expected {annotation}"
     kind = annotation.__name__.split("[")[0]
     axes = annotation.dim_str.format(self=model).split()
-    expected = f"a {kind.lower()} array of shape ({', '.join(axes)})"
+    expected = f"{'an' if kind == 'Int' else 'a'} {kind.lower()} array of shape ({', '.join(axes)})"
     return f"{owner}: {name} is {_describe(value)}, expected {expected}; {_remedy(name, value, kind, axes)}"
 
 

@@ -1,5 +1,6 @@
 """Names lead to families, and unknown names to near misses."""
 
+import jax
 import pytest
 
 import eqzoo
@@ -29,9 +30,9 @@ def test_a_prefix_names_the_upstream():
 
 def test_an_unknown_name_raises_with_near_misses():
     with pytest.raises(ValueError, match=r"there is no model named 'resnet51'; did you mean .*resnet50"):
-        eqzoo.create("resnet51", key=None)
+        eqzoo.create("resnet51", key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"`eqzoo.list_models\(\)` lists all names"):
-        eqzoo.create("zzz", key=None)
+        eqzoo.create("zzz", key=jax.random.key(0))
 
 
 def test_family_of_knows_the_zoo_and_nothing_else():

@@ -108,7 +108,7 @@ def unfill(model: PyTree, rules: Rules) -> dict[str, np.ndarray]:
             for rule in rules:
                 source = rule.source_of(target) if isinstance(rule, Rule) else None
                 if source is not None:
-                    parts.setdefault(source, {})[target] = array[slot[1]]
+                    parts.setdefault(source, {})[target] = array[(*slot[1], ...)]
                     used[source] = rule
                     break
             else:
@@ -163,19 +163,18 @@ def _first_that_applies(
 
 
 def _misfit(tensor: Tensor, rule: Rule, leaves: list[jax.ShapeDtypeStruct]) -> str | None:
-    shapes = [leaf.shape for leaf in leaves]
-    expected = " + ".join(map(str, shapes))
-    try:
-        # `np.empty` reserves address space only: the transform shows its shapes without a number being read.
-        parts = rule.transform.forward(np.empty(tensor.shape, np.int8), shapes)
-    except (ValueError, IndexError):
-        return f"shape {tensor.shape} in the file can't become {expected} in the model"
-    if [part.shape for part in parts] != shapes:
+    expected = _upstream_shape(rule, leaves)
+    if tensor.shape != expected:
         return f"shape {tensor.shape} in the file, {expected} in the model"
     for kind in (jnp.floating, jnp.integer):
         if jnp.issubdtype(leaves[0].dtype, kind) and not jnp.issubdtype(tensor.dtype, kind):
             return f"dtype {tensor.dtype} in the file, {leaves[0].dtype} in the model"
     return None
+
+
+def _upstream_shape(rule: Rule, leaves: list[jax.ShapeDtypeStruct]) -> tuple[int, ...]:
+    """The shape of the source tensor of these leaves: a one-byte stand-in of each goes through the rule backwards."""
+    return rule.transform.backward([np.empty(leaf.shape, np.int8) for leaf in leaves]).shape
 
 
 def _name_the_missing(result: Plan, open_slots: Mapping[Slot, None], leaves: Mapping[str, Any], rules: Rules) -> None:
@@ -185,10 +184,13 @@ def _name_the_missing(result: Plan, open_slots: Mapping[Slot, None], leaves: Map
         target = _format(slot)
         rule, source = next(
             ((rule, source) for rule in rules if isinstance(rule, Rule) and (source := rule.source_of(target))),
-            (None, f"(no upstream name for {target})"),
+            (None, target),
         )
-        if rule is None or not rule.optional:
-            absent.setdefault(source, f"{source} {_slot_leaf(leaves, slot).shape}")
+        if rule is None:
+            absent[source] = f"{source} {_slot_leaf(leaves, slot).shape}, a leaf that no rule names"
+        elif source not in absent and not rule.optional:
+            parts = [_slot_leaf(leaves, _parse(leaf)) for leaf in rule.leaves_of(source) or ()]
+            absent[source] = f"{source} {_upstream_shape(rule, parts)}"
     unexpected = list(result.unexpected)
     result.missing = [line + _nearest(source, unexpected) for source, line in absent.items()]
     result.unexpected = [name + _nearest(name, list(absent)) for name in unexpected]

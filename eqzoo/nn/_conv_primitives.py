@@ -152,8 +152,11 @@ def _batching_rule(primitive: Primitive, names: str, shape: Callable[..., Shape]
         joined = JOINED[frozenset([*batched, result])]
         (batch,) = {array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None}
         arrays = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
-        if joined == "g" and batch == 0:
-            one = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in arrays)
+        if batch == 0:
+            one = [
+                jax.ShapeDtypeStruct(a.shape[1:] if name in batched else a.shape, a.dtype)
+                for name, a in zip(operands, arrays, strict=True)
+            ]
             return jnp.zeros((0, *shape(*one, geometry)), arrays[0].dtype), 0
         arrays = [
             _join(a, name, joined, groups) if name in batched else a for name, a in zip(operands, arrays, strict=True)
@@ -198,11 +201,31 @@ def _fast_conv(
     return lax.conv_general_dilated(x, w, stride, padding, x_dilation, w_dilation, ("NHWC", "HWIO", "NHWC"))
 
 
+def _is_tiny(geometry: Geometry) -> bool:
+    """An image smaller than the window, as in the last stages of a network on small images: no fast kernel takes it."""
+    return any(geometry.size[axis] <= geometry.reach[axis] for axis in AXES)
+
+
+def _matmul_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
+    x, (rows, columns) = _pad(x, geometry.padding), geometry.dilation
+    products = (
+        _slice(x, (i * rows, j * columns), geometry.out_size, geometry.stride) @ w[:, :, i, j].T
+        for i in range(geometry.kernel[0])
+        for j in range(geometry.kernel[1])
+    )
+    return reduce(add, products)
+
+
 def dense_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
+    if _is_tiny(geometry):
+        return _matmul_conv(x, w, geometry=geometry)
     return _fast_conv(x, w.transpose(2, 3, 1, 0), geometry.stride, geometry.padding, (1, 1), geometry.dilation)
 
 
 def dense_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
+    if _is_tiny(geometry):
+        x = jax.ShapeDtypeStruct(conv_dx_shape(y, w, geometry), y.dtype)
+        return jax.linear_transpose(lambda x: _matmul_conv(x, w, geometry=geometry), x)(y)[0]
     padding = []
     for axis, (low, _) in enumerate(geometry.padding):
         padding.append((geometry.reach[axis] - low, geometry.size[axis] - 1 + low - geometry.last_start[axis]))

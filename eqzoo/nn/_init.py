@@ -5,30 +5,72 @@ followed by operations whose rounding a compiler can't change.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod, sqrt
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 Init = Callable[[PRNGKeyArray, Sequence[int]], Float[Array, "..."]]
+Sampler = Callable[[PRNGKeyArray], Float[Array, " chunk"]]
+
+_CHUNK = 2**16
 
 
 def uniform(key: PRNGKeyArray, shape: Sequence[int], bound: float) -> Float[Array, "..."]:
     """Uniform in [-bound, bound)."""
-    return bound * jax.random.uniform(key, shape, jnp.float32, -1.0, 1.0)
+    return _scaled_draw(_uniform, key, shape, bound)
 
 
 def normal(key: PRNGKeyArray, shape: Sequence[int], std: float) -> Float[Array, "..."]:
-    # Not `std * jax.random.normal`: that ends in two factors, which `jit` would round as one.
-    above_minus_one = np.nextafter(np.float32(-1), np.float32(0))
-    return std * sqrt(2) * jax.lax.erf_inv(jax.random.uniform(key, shape, jnp.float32, above_minus_one, 1.0))
+    # One factor behind `erf_inv`: `jit` would round two as one.
+    return _scaled_draw(_normal_without_factor, key, shape, std * sqrt(2))
 
 
 def trunc_normal(key: PRNGKeyArray, shape: Sequence[int], std: float) -> Float[Array, "..."]:
     """Normal, cut off at two standard deviations before scaling."""
-    return std * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
+    return _scaled_draw(_trunc_normal, key, shape, std)
+
+
+def _uniform(key: PRNGKeyArray) -> Float[Array, " chunk"]:
+    return jax.random.uniform(key, (_CHUNK,), jnp.float32, -1.0, 1.0)
+
+
+def _normal_without_factor(key: PRNGKeyArray) -> Float[Array, " chunk"]:
+    above_minus_one = np.nextafter(np.float32(-1), np.float32(0))
+    return jax.lax.erf_inv(jax.random.uniform(key, (_CHUNK,), jnp.float32, above_minus_one, 1.0))
+
+
+def _trunc_normal(key: PRNGKeyArray) -> Float[Array, " chunk"]:
+    return jax.random.truncated_normal(key, -2.0, 2.0, (_CHUNK,), jnp.float32)
+
+
+@partial(jax.jit, static_argnums=0)
+def _chunk(sampler: Sampler, key: PRNGKeyArray, index: Int[Array, ""] | int) -> Float[Array, " chunk"]:
+    return sampler(jax.random.fold_in(key, index))
+
+
+def _scaled_draw(sampler: Sampler, key: PRNGKeyArray, shape: Sequence[int], scale: float) -> Float[Array, "..."]:
+    """`scale` times as many numbers as fill `shape`.
+
+    They come in chunks of one size, so that a model drawn eagerly compiles one small program, not one for each shape.
+    """
+    size = prod(shape)
+    indices = range(-(-size // _CHUNK))
+    if is_traced(key):
+        chunks = jax.vmap(lambda index: _chunk(sampler, key, index))(jnp.arange(len(indices)))
+        return scale * chunks.reshape(-1)[:size].reshape(shape)
+    chunks = np.empty((len(indices), _CHUNK), np.float32)
+    for index in indices:
+        chunks[index] = _chunk(sampler, key, index)
+    return jnp.asarray(np.float32(scale) * chunks.reshape(-1)[:size].reshape(shape))
+
+
+def is_traced(key: Shaped[Array, "..."]) -> bool:
+    """Whether a transformation such as `jit` or `vmap` is looking at the key, so that it has no value yet."""
+    return isinstance(key, jax.core.Tracer)
 
 
 def kaiming_fan_out(key: PRNGKeyArray, shape: Sequence[int]) -> Float[Array, "..."]:

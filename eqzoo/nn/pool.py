@@ -85,9 +85,9 @@ def avg_pool(
     """The mean of each window, accumulated in float32. The zeros of `"same_tf"` always count, as in timm."""
     window = as_pair(window)
     stride = window if stride is None else as_pair(stride)
-    x, padding = _pad_same_tf(x, window, stride, padding, (1, 1), 0)
+    x, padding = _pad_same_tf(x, window, stride, padding, (1, 1), 0.0)
     windows = _Windows.over(x.shape[:2], window, stride, padding, (1, 1), ceil_mode)
-    total = reduce(add, windows.taps(_pad(x.astype(_float32_or_wider(x)), windows.pads, 0)))
+    total = reduce(add, windows.taps(_pad(x.astype(_float32_or_wider(x)), windows.pads, 0.0)))
     rows, columns = (
         _window_lengths(n, k, s, p, count, count_include_pad)
         for n, k, s, p, count in zip(x.shape[:2], window, stride, padding, windows.count, strict=True)

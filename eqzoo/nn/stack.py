@@ -5,7 +5,11 @@ from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
+
+from eqzoo.nn._init import is_traced
 
 Block = TypeVar("Block")
 Tree = TypeVar("Tree")
@@ -27,7 +31,7 @@ class Stack(eqx.Module, Generic[Block]):
     def __init__(self, make_block: Callable[[PRNGKeyArray], Block], depth: int, *, key: PRNGKeyArray):
         if depth < 1:
             raise ValueError(f"Stack: depth={depth} leaves no block to run; pass depth >= 1")
-        self.block = eqx.filter_vmap(make_block)(jax.random.split(key, depth))
+        self.block = _make_blocks(make_block, jax.random.split(key, depth))
         self.depth = depth
         self.remat = False
         self.unroll = 1
@@ -57,6 +61,16 @@ class Stack(eqx.Module, Generic[Block]):
         xs = (state.substate(self.block), _layer_keys(key, self.depth))
         x, substate = self.scan(_stateful_step, x, xs)
         return x, state.update(substate)
+
+
+def _make_blocks(make_block: Callable[[PRNGKeyArray], Block], keys: Shaped[Array, "depth ..."]) -> Block:
+    if is_traced(keys):
+        return eqx.filter_vmap(make_block)(keys)
+    # The same one by one: eagerly, a `vmap` would compile a program for every shape it draws.
+    arrays, statics = zip(*(eqx.partition(make_block(key), eqx.is_array) for key in keys), strict=True)
+    leaves = zip(*map(jax.tree.leaves, arrays), strict=True)
+    stacked = [jnp.asarray(np.stack(layers)) for layers in leaves]
+    return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays[0]), stacked), statics[0])
 
 
 def _layer_keys(key: PRNGKeyArray | None, depth: int) -> Shaped[Array, "depth ..."] | None:

@@ -92,14 +92,14 @@ def test_a_missing_tensor_is_named_as_upstream_names_it_once_and_with_its_neighb
     fit = plan(skeleton(), stored(arrays(wte=None, wtf=np.zeros((5, 3), np.float32), **{"h.1.qk.bias": None})), RULES)
     report = fit.report("a.pth", "model")
     assert "a.pth does not fit model: 2 missing, 1 unexpected, 0 of a wrong shape or kind" in report
-    assert report.count("h.1.qk.bias (2,)") == 1
+    assert report.count("h.1.qk.bias (6,)") == 1
     assert len(fit.missing) == 2
     assert fit.unexpected == ["wtf"]
 
 
 def test_near_names_are_shown_on_both_sides():
     fit = plan(skeleton(), stored(arrays(**{"h.1.qk.bias": None, "h.1.qk.biass": np.zeros(6, np.float32)})), RULES)
-    assert fit.missing == ["h.1.qk.bias (2,) (near h.1.qk.biass)"]
+    assert fit.missing == ["h.1.qk.bias (6,) (near h.1.qk.biass)"]
     assert fit.unexpected == ["h.1.qk.biass (near h.1.qk.bias)"]
 
 
@@ -109,7 +109,7 @@ def test_near_names_are_shown_on_both_sides():
         ("wte", np.zeros((5, 4), np.float32), "wte: shape (5, 4) in the file, (5, 3) in the model"),
         ("wte", np.zeros((3, 5), np.float32), "wte: shape (3, 5) in the file, (5, 3) in the model"),
         ("wte", np.zeros((5, 3), np.int64), "wte: dtype int64 in the file, float32 in the model"),
-        ("h.0.qk.bias", np.zeros(7, np.float32), "h.0.qk.bias: shape (7,) in the file, (2,) + (4,) in the model"),
+        ("h.0.qk.bias", np.zeros(7, np.float32), "h.0.qk.bias: shape (7,) in the file, (6,) in the model"),
     ],
 )
 def test_a_wrong_shape_or_kind_is_reported_with_both_sides(name, array, message):

@@ -8,7 +8,6 @@ import pytest
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 import eqzoo
-
 from tests.contract.table import BATCH, ROWS, Row, jitted_train_step, randomised
 
 
@@ -32,10 +31,11 @@ class Step(NamedTuple):
 
 @pytest.fixture(scope="module", autouse=True)
 def _compile_quickly():
-    """The battery compiles a few hundred programs and runs each once or twice."""
+    """The battery compiles hundreds of programs and runs each once or twice."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.model.__name__)

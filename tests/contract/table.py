@@ -15,8 +15,6 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 import eqzoo
 from eqzoo._model import _merge, _split
-from eqzoo.models.language.gpt2 import GPT2, GPT2Config
-from eqzoo.models.vision.vit import ViT, ViTConfig
 from eqzoo.tree import leaves_with_paths, map_with_path
 
 BATCH = 8
@@ -27,8 +25,8 @@ class Row:
     """A family's class with a tiny config: every structural part, two layers or more in every stack, all rates above 0.
 
     `example` draws one input. `read_out` computes the output from what `features` (or `hidden`) returns. `vanishing` is
-    a regex on the paths of leaves whose gradient is zero by symmetry, `replicated` on those of matrices that every device
-    keeps a copy of on purpose.
+    a regex on the paths of leaves whose gradient is zero by symmetry, `replicated` on those of matrices that every
+    device keeps a copy of on purpose.
     """
 
     model: type[Any]
@@ -76,7 +74,7 @@ ROWS = (
         model=eqzoo.ResNet,
         config=eqzoo.ResNetConfig(
             block="bottleneck",
-            depths=(3, 3),
+            depths=(1, 3),
             widths=(4, 8),
             cardinality=2,
             base_width=64,
@@ -88,10 +86,11 @@ ROWS = (
         ),
         example=_image(18, 26, 3),
         read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=(0, 1))),
+        replicated=r".*squeeze_excite\.fc\d\.weight",
     ),
     Row(
-        model=ViT,
-        config=ViTConfig(
+        model=eqzoo.ViT,
+        config=eqzoo.ViTConfig(
             dim=16,
             depth=3,
             heads=2,
@@ -108,20 +107,21 @@ ROWS = (
         ),
         example=_image(12, 12, 3),
         read_out=lambda model, features: model.head(features[-1][0]),
-        replicated=r"class_token|registers",
+        vanishing=r".*attention\.key_norm\.bias",  # it moves all scores of a query alike
+        replicated=r"class_token|registers|positions",
     ),
     Row(
-        model=GPT2,
-        config=GPT2Config(dim=16, depth=3, heads=2, vocab=40, context=12, scale_by_layer=True),
+        model=eqzoo.GPT2,
+        config=eqzoo.GPT2Config(dim=16, depth=3, heads=2, vocab=40, context=12, scale_by_layer=True),
         example=_tokens(10, 40),
         read_out=lambda model, hidden: hidden @ model.embedding.weight.T,
-        vanishing=r".*attention\.key\.bias",  # it moves all scores of a query alike
+        vanishing=r".*attention\.key\.bias",  # as above
     ),
 )
 
 
 def randomised(row: Row, seed: int) -> tuple[Any, eqx.nn.State]:
-    """Model and state with nothing zero, nothing symmetric, nothing as initialised: every number matters to the output."""
+    """Model and state with nothing zero, nothing symmetric, nothing as initialised: every number matters."""
     model, state = row.skeleton()
     generator = np.random.default_rng(seed)
 
@@ -155,9 +155,7 @@ def error(ys: Float[Array, "..."]) -> Float[Array, ""]:
     return jnp.mean((ys - jnp.cos(jnp.arange(ys.size)).reshape(ys.shape)) ** 2)
 
 
-def train_step(
-    model: Any, state: eqx.nn.State, xs: Array, keys: PRNGKeyArray
-) -> tuple[Array, eqx.nn.State, PyTree]:
+def train_step(model: Any, state: eqx.nn.State, xs: Array, keys: PRNGKeyArray) -> tuple[Array, eqx.nn.State, PyTree]:
     """Outputs, new statistics and gradients."""
 
     def loss(model):

@@ -1,4 +1,4 @@
-"""What every family offers in the same way: its leaves, its parts, its file, its program, and what it says to mistakes."""
+"""What every family offers in the same way: its leaves, parts, file and program, and what it says to mistakes."""
 
 import dataclasses
 import inspect
@@ -14,7 +14,6 @@ from jaxtyping import AbstractArray
 import eqzoo
 from eqzoo._registry import families
 from eqzoo.tree import leaves_with_paths
-
 from tests.contract.table import ROWS, assert_close, cast, jitted_train, train
 
 
@@ -114,7 +113,9 @@ def test_missing_key(subject):
     """A rate above zero needs a key, and says so; a model without needs none."""
     row, model, state, xs, _ = subject
     if row.rates:
-        with pytest.raises(ValueError, match=r"Drop\w+\(rate=0\.1\) got no key .*: pass `key=` .* `eqx.nn.inference_mode"):
+        with pytest.raises(
+            ValueError, match=r"Drop\w+\(rate=0\.1\) got no key .*: pass `key=` .* `eqx.nn.inference_mode"
+        ):
             eqx.filter_eval_shape(train, model, state, xs, None)
     without = lambda xs: train(*row.make(jax.random.key(0), row.quiet()), xs, None)
     outputs, _ = eqx.filter_eval_shape(without, xs)
@@ -140,19 +141,22 @@ def _mistakes(x):
 
 
 def test_mistakes(subject):
-    """One sentence: the class, the argument, what was given, what was expected, what to do; the same for every method."""
-    frozen = subject.frozen
-    inner = frozen.features if hasattr(frozen, "features") else frozen.hidden
+    """One sentence: the class, the argument, what was given, what was expected, what to do; from every method."""
+    model = eqx.nn.inference_mode(subject.model)
+    inner = model.features if hasattr(model, "features") else model.hidden
+    state = (subject.state,) if eqzoo.is_stateful(model) else ()
     argument = next(name for name in inspect.signature(subject.row.model.__call__).parameters if name != "self")
     for mistake, remedy in _mistakes(subject.xs[0]):
-        for method in (frozen, inner):
+        for method in (model, inner):
             with pytest.raises(TypeError) as raised:
-                method(mistake)
+                method(mistake, *state)
             sentence = str(raised.value)
             given, _, rest = sentence.partition(", expected ")
             expected, _, advice = rest.partition("; ")
             assert given.startswith(f"{subject.row.model.__name__}: {argument} is ")
             assert f"shape {mistake.shape} and dtype {mistake.dtype}" in given
-            assert expected.startswith(("a float array of shape (", "a int array of shape (", "an int array of shape ("))
+            assert expected.startswith(
+                ("a float array of shape (", "a int array of shape (", "an int array of shape (")
+            )
             assert remedy in advice
             assert "\n" not in sentence

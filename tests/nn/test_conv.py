@@ -57,8 +57,13 @@ def all_three(x, w, y, geometry, prefix):
     return [f(*pair, geometry=geometry) for f, pair in zip(functions, ((x, w), (y, w), (x, y)), strict=True)]
 
 
-@pytest.mark.parametrize("options", GEOMETRIES)
-@pytest.mark.parametrize("channels", CHANNELS)
+FORMS = [
+    *((channels, options) for channels in ("dense", "groups2", "depthwise") for options in GEOMETRIES),
+    *((channels, options) for channels in ("groups4", "wide", "x2") for options in ("stride2", "crop")),
+]
+
+
+@pytest.mark.parametrize(("channels", "options"), FORMS)
 def test_cpu_forms_equal_lax(channels, options):
     x, w, y, geometry = operands(channels, **GEOMETRIES[options])
 
@@ -70,7 +75,7 @@ def test_cpu_forms_equal_lax(channels, options):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64])
-@pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize("channels", ["dense", "groups2", "depthwise"])
 def test_dtypes(channels, dtype):
     """Half precision stays within its rounding of float32, float64 within its own."""
     with jax.enable_x64(True):
@@ -103,9 +108,15 @@ def test_every_batch_of_every_primitive_is_a_loop(channels, axes):
     def check(x, w, y):
         results = []
         for f, pair in ((conv, (x, w)), (conv_dx, (y, w)), (conv_dw, (x, y))):
-            batch = [a if axis is None else jnp.stack([a, 2 * jnp.flip(a), a**2], axis) for a, axis in zip(pair, axes)]
+            batch = [
+                a if axis is None else jnp.stack([a, 2 * jnp.flip(a), a**2], axis)
+                for a, axis in zip(pair, axes, strict=True)
+            ]
             lax_f = getattr(primitives, "lax_" + f.__name__)
-            one = [[a if axis is None else jnp.take(a, b, axis) for a, axis in zip(batch, axes)] for b in range(3)]
+            one = [
+                [a if axis is None else jnp.take(a, b, axis) for a, axis in zip(batch, axes, strict=True)]
+                for b in range(3)
+            ]
             want = jnp.stack([lax_f(*pair, geometry=geometry) for pair in one])
             results.append((jax.vmap(lambda a, b, f=f: f(a, b, geometry), axes)(*batch), want))
         return results
@@ -114,10 +125,17 @@ def test_every_batch_of_every_primitive_is_a_loop(channels, axes):
         assert_close(got, want)
 
 
-@pytest.mark.parametrize("channels", ["dense", "groups2", "depthwise", "x2"])
+@pytest.mark.parametrize("channels", ["dense", "groups2", "depthwise"])
 def test_transformations_equal_lax(channels):
-    """First and second derivatives of each primitive in each argument, forward and reverse, batched in every way."""
-    x, w, y, geometry = operands(channels, **GEOMETRIES["dilated-strided"])
+    """First and second derivatives of each primitive in each argument, forward and reverse, batched in every way.
+
+    In float64, because chains of nonlinear layers amplify float32's rounding.
+    """
+    with jax.enable_x64(True):
+        check_transformations(*operands(channels, jnp.float64, **GEOMETRIES["dilated-strided"]))
+
+
+def check_transformations(x, w, y, geometry):
 
     def transformed(f, a, b):
         def loss(a, b):
@@ -136,13 +154,11 @@ def test_transformations_equal_lax(channels):
             "hvp": jax.jvp(grad, (a, b), (jnp.cos(a), jnp.cos(b))),
             "grad of grad": jax.grad(lambda a, b: sum(jnp.sum(g**3) for g in grad(a, b)), (0, 1))(a, b),
             "jacfwd": jax.jacfwd(in_few, (0, 1))(*few),
-            "jacrev of jacfwd": jax.jacrev(jax.jacfwd(lambda s, t: jnp.sum(in_few(s, t) ** 2), (0, 1)), (0, 1))(*few),
             "per-example grad": jax.vmap(grad, (0, None))(many_a, b),
             "ensemble grad": jax.vmap(grad, (None, 0))(a, many_b),
             "both": jax.vmap(grad)(many_a, many_b),
             "vmap of vmap": jax.vmap(jax.vmap(grad, (None, 0)), (0, None))(many_a, many_b),
             "grad of vmap": jax.grad(lambda a, b: jnp.sum(jax.vmap(loss, (0, None))(a, b)), (0, 1))(many_a, b),
-            "hvp per example": jax.vmap(lambda a: jax.jvp(grad, (a, b), (a, b)))(many_a),
             "scan": jax.lax.scan(layers[0], a, layers[1])[0],
             "remat": jax.grad(jax.checkpoint(loss), (0, 1))(a, b),
         }
@@ -153,7 +169,7 @@ def test_transformations_equal_lax(channels):
         got = jax.jit(lambda a, b, f=ours: transformed(lambda a, b: f(a, b, geometry), a, b))(a, b)
         want = jax.jit(lambda a, b, f=theirs: transformed(lambda a, b: f(a, b, geometry=geometry), a, b))(a, b)
         for key in want:
-            assert_close(got[key], want[key], 2e-5)
+            assert_close(got[key], want[key], 1e-11)
 
 
 @pytest.mark.parametrize("channels", CHANNELS)
@@ -199,11 +215,11 @@ def test_export_for_two_platforms_runs_here(channels):
 
 def test_primitives_say_what_does_not_fit():
     x, w, y, geometry = operands("groups2")
-    with pytest.raises(ValueError, match="one dtype, got .*bfloat16"):
+    with pytest.raises(ValueError, match=r"one dtype, got .*bfloat16"):
         conv(x, w.astype(jnp.bfloat16), geometry)
-    with pytest.raises(ValueError, match="x has 4 channels, but w .* expects 6"):
+    with pytest.raises(ValueError, match=r"x has 4 channels, but w .* expects 6"):
         conv(x, normal(0, 6, 3, 3, 2), geometry)
-    with pytest.raises(ValueError, match="y has 4 channels, but w .* expects 6"):
+    with pytest.raises(ValueError, match=r"y has 4 channels, but w .* expects 6"):
         conv_dx(y[..., :4], w, geometry)
     with pytest.raises(ValueError, match="x holds 2 images, but y holds 1"):
         conv_dw(x, y[:1], geometry)
@@ -228,6 +244,8 @@ LAYERS = [
 ]
 
 
+# torch pads a copy there, and says so.
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_layer_and_gradients_equal_upstream(layer):
     import torch

@@ -204,7 +204,7 @@ def batched(layer, state, x):
 
 
 def images(batch=4, size=3):
-    return torch.randn(batch, size, size, DIM) * torch.logspace(-0.5, 1, DIM) + torch.linspace(-2, 2, DIM)
+    return torch.randn(batch, size, size, DIM) * torch.logspace(-1, 1, DIM) + torch.linspace(-2, 2, DIM)
 
 
 def assert_same_statistics(layer, state, there):
@@ -345,6 +345,16 @@ def test_batch_norm_refuses_one_value_per_channel():
     here, state = eqx.nn.make_with_state(nn.BatchNorm)(DIM)
     with pytest.raises(ValueError, match="one value per channel, whose variance is undefined: use a larger batch or"):
         batched(here, state, jnp.ones((1, 1, 1, DIM)))
+
+
+def test_batch_norm_is_as_exact_as_torchs_where_the_mean_is_far_from_zero():
+    x = torch.randn(4, 5, 5, DIM) + 300
+    there = torch.nn.BatchNorm2d(DIM)(x.movedim(-1, 1)).movedim(1, -1).detach().numpy()
+    wide = x.double().numpy()
+    exact = (wide - wide.mean((0, 1, 2))) / np.sqrt(wide.var((0, 1, 2)) + 1e-5)
+    here, state = eqx.nn.make_with_state(nn.BatchNorm)(DIM)
+    y = batched(here, state, array(x))[0]
+    assert np.max(np.abs(y - exact)) <= 2 * np.max(np.abs(there - exact))
 
 
 def test_batch_norm_of_a_constant_channel_is_its_bias_with_a_finite_gradient():

@@ -302,7 +302,7 @@ _TORCHVISION_BLOCK = (
     Rule(r"self_attention\.out_proj\.(weight|bias)", "attention.out.{0}"),
     Rule(r"mlp\.0\.(weight|bias)", "mlp.fc1.{0}"),
     Rule(r"mlp\.3\.(weight|bias)", "mlp.fc2.{0}"),
-    Rule(r"mlp\.linear_(\d)\.(weight|bias)", "mlp.fc{0}.{1}"),  # files older than torchvision 0.13
+    Rule(r"mlp\.linear_(\d)\.(weight|bias)", "mlp.fc{0}.{1}"),  # an older naming
 )
 
 TORCHVISION = (

@@ -256,10 +256,11 @@ def test_every_weight_matters_to_the_output(ours, theirs):
     leaves, treedef = jax.tree.flatten(arrays)
     x = jnp.asarray(images(config))
     reference = np.asarray(outputs(eqx.combine(arrays, static), x))
+    generator = np.random.default_rng(1)
     for index, (path, leaf) in enumerate(leaves_with_paths(arrays)):
         if path == "blocks[*].attention.key_norm.bias":
             continue  # it moves all scores of a query alike, which the softmax takes back
-        moved = leaf + 0.1 * jax.random.normal(jax.random.key(index), leaf.shape)
+        moved = leaf + 0.1 * generator.normal(size=leaf.shape).astype(np.float32)
         changed = jax.tree.unflatten(treedef, [*leaves[:index], moved, *leaves[index + 1 :]])
         with pytest.raises(AssertionError, match="relative error"):
             assert_close(outputs(eqx.combine(changed, static), x), reference, 1e-3)
@@ -334,9 +335,13 @@ def test_drop_path_grows_with_depth():
     """Of two blocks the first never drops a branch; the second drops each of its two by itself."""
     config = tiny(drop_path=0.5)
     model, _ = from_torch((FAMILY, config), tiny_timm({}, {}))
-    x = jnp.asarray(images(config)[0])
-    ys = eqx.filter_jit(jax.vmap(lambda key: model(x, key=key)))(jax.random.split(jax.random.key(0), 32))
-    assert len(np.unique(np.round(np.asarray(ys), 3), axis=0)) == 4
+    x, keys = jnp.asarray(images(config)[0]), jax.random.split(jax.random.key(0), 32)
+    run = eqx.filter_jit(lambda model: jax.vmap(lambda key: model(x, key=key))(keys))
+    for silenced, outcomes in ((0, 4), (1, 1)):
+        ends = lambda model: (model.blocks.block.attention.out, model.blocks.block.mlp.fc2)
+        silence = lambda layer, silenced=silenced: jax.tree.map(lambda leaf: leaf.at[silenced].set(0), layer)
+        ys = run(eqx.tree_at(ends, model, replace_fn=silence))
+        assert len(np.unique(np.round(np.asarray(ys), 3), axis=0)) == outcomes
 
 
 def test_inference_drops_nothing():
@@ -365,7 +370,7 @@ def test_options_that_exclude_each_other_are_refused(options, message):
 
 @pytest.mark.parametrize("shape", [(48, 48, 3), (32, 32, 1), (3, 32, 32), (2, 32, 32, 3)])
 def test_another_image_size_is_refused_in_one_sentence(shape):
-    model = ViT(tiny(), key=jax.random.key(0))
+    model, _ = _skeleton(partial(ViT, tiny()))
     with pytest.raises(
         TypeError, match=r"ViT: x is an array of shape .* expected a float array of shape \(32, 32, 3\)"
     ):

@@ -1,0 +1,210 @@
+"""Where numbers live: meshes, partition rules, and a training step that doesn't notice."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import eqzoo
+from eqzoo.sharding import batch_sharding, make_mesh, shard, shard_batch, shardings
+from eqzoo.tree import leaves_with_paths
+
+MLP = eqzoo.MLPConfig(hidden=(16, 24), image_size=4, num_classes=8)
+RESNET = eqzoo.ResNetConfig(block="basic", depths=(3,), widths=(8,), stem="deep", stem_width=4, num_classes=8)
+VIT = eqzoo.ViTConfig(dim=16, depth=2, heads=2, patch_size=4, image_size=8, num_classes=8)
+GPT = eqzoo.GPT2Config(dim=16, depth=2, heads=2, vocab=41, context=8)
+
+
+@pytest.fixture
+def mesh():
+    return make_mesh(data=2, fsdp=2, model=2)
+
+
+def specs(make, mesh, rules=None) -> dict[str, P]:
+    """The partition of each leaf of a model, as written; axes of size one or left out are None."""
+    skeleton = eqx.filter_eval_shape(lambda: make(key=jax.random.key(0)))
+    return {path: _plain(place.spec) for path, place in leaves_with_paths(shardings(skeleton, mesh, rules))}
+
+
+def _plain(spec: P) -> tuple:
+    parts = [part[0] if isinstance(part, tuple) and len(part) == 1 else part or None for part in spec]
+    while parts and parts[-1] is None:
+        parts.pop()
+    return tuple(parts)
+
+
+def test_mesh_has_all_devices_and_three_axes(mesh):
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "model": 2}
+    assert dict(make_mesh(fsdp=8).shape) == {"data": 1, "fsdp": 8, "model": 1}
+
+
+def test_mesh_of_a_wrong_size():
+    with pytest.raises(ValueError, match=r"data=3 x fsdp=1 x model=2 is 6, but there are 8 devices; choose sizes"):
+        make_mesh(data=3, model=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (
+            lambda key: eqzoo.MLP(MLP, key=key),
+            {
+                "layers.0.linear.weight": ("model", "fsdp"),
+                "layers.1.linear.bias": ("model",),
+                "head.weight": ("model", "fsdp"),
+                "head.bias": (),
+            },
+        ),
+        (
+            lambda key: eqx.nn.make_with_state(eqzoo.ResNet)(RESNET, key=key)[0],
+            {
+                "stem.conv1.conv.weight": ("model",),  # three input channels have no two halves
+                "stages.0.first.convs.0.conv.weight": ("model", "fsdp"),
+                "stages.0.rest[*].convs.1.conv.weight": (None, "model", "fsdp"),
+                "stages.0.rest[*].convs.1.norm.weight": (),
+                "head.weight": ("model", "fsdp"),
+            },
+        ),
+        (
+            lambda key: eqzoo.ViT(VIT, key=key),
+            {
+                "patch_embed.conv.weight": (("model", "fsdp"),),
+                "positions": (),
+                "blocks[*].attention.query.weight": (None, "model", "fsdp"),
+                "blocks[*].attention.value.bias": (None, "model"),
+                "blocks[*].attention.out.weight": (None, "fsdp", "model"),
+                "blocks[*].mlp.fc1.weight": (None, "model", "fsdp"),
+                "blocks[*].mlp.fc2.weight": (None, "fsdp", "model"),
+                "blocks[*].norm1.weight": (),
+                "head.weight": ("model", "fsdp"),
+            },
+        ),
+        (
+            lambda key: eqzoo.GPT2(GPT, key=key),
+            {
+                "embedding.weight": (None, ("model", "fsdp")),
+                "positions": (None, ("model", "fsdp")),
+                "blocks[*].attention.key.weight": (None, "model", "fsdp"),
+                "blocks[*].attention.key.bias": (None, "model"),
+                "blocks[*].attention.out.weight": (None, "fsdp", "model"),
+                "blocks[*].attention.out.bias": (),
+                "blocks[*].mlp.fc1.bias": (None, "model"),
+                "blocks[*].mlp.fc2.weight": (None, "fsdp", "model"),
+                "norm.weight": (),
+            },
+        ),
+    ],
+    ids=["MLP", "ResNet", "ViT", "GPT2"],
+)
+def test_a_family_s_own_rules(make, expected, mesh):
+    """The layer axis of a stack is never split, though two layers could be."""
+    found = specs(make, mesh)
+    assert {path: found[path] for path in expected} == expected
+
+
+def test_an_axis_that_does_not_divide_is_left_out(mesh):
+    """Of several for one array axis, those stay that divide it; the other array axes keep theirs."""
+    tree = {"a": jnp.zeros((6, 4)), "b": jnp.zeros((3, 4)), "c": jnp.zeros((8, 5))}
+    found = shardings(tree, mesh, [(r".", P(("model", "fsdp"), "data"))])
+    assert {path: _plain(place.spec) for path, place in found.items()} == {
+        "a": ("model", "data"),
+        "b": (None, "data"),
+        "c": (("model", "fsdp"),),
+    }
+
+
+def test_given_rules_override_the_family_s(mesh):
+    """The first whose regex matches a whole path counts, and the family's no longer do."""
+    rules = [(r"head\.weight", P("data")), (r".*weight", P("fsdp")), (r"weight", P("model"))]
+    found = specs(lambda key: eqzoo.MLP(MLP, key=key), mesh, rules)
+    assert found["head.weight"] == ("data",)
+    assert found["layers.0.linear.weight"] == ("fsdp",)
+    assert found["layers.0.linear.bias"] == ()
+
+
+def test_a_tree_without_rules_is_copied_to_every_device(mesh):
+    placed = shard({"a": jnp.arange(8.0), "b": "text"}, mesh)
+    assert placed["a"].is_fully_replicated
+    assert len(placed["a"].sharding.device_set) == 8
+    assert placed["b"] == "text"
+
+
+def test_shard_places_by_the_rules(mesh):
+    model = eqzoo.MLP(MLP, key=jax.random.key(0))
+    placed = shard(model, mesh)
+    weight = placed.layers[0].linear.weight
+    assert weight.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("model", "fsdp")), 2)
+    assert {piece.data.shape for piece in weight.addressable_shards} == {(8, 8)}
+    assert eqx.tree_equal(
+        jax.device_get(eqx.filter(placed, eqx.is_array)), jax.device_get(eqx.filter(model, eqx.is_array))
+    )
+
+
+def test_shard_batch(mesh):
+    """The batch is split over "data" and "fsdp", the other axes are whole, the numbers and dtypes stay."""
+    batch = {"image": jnp.arange(8 * 3, dtype=jnp.float32).reshape(8, 3), "label": jnp.arange(8)}
+    placed = shard_batch(batch, mesh)
+    for name, array in batch.items():
+        assert placed[name].dtype == array.dtype
+        assert placed[name].sharding == batch_sharding(mesh)
+        assert {piece.data.shape for piece in placed[name].addressable_shards} == {(2, *array.shape[1:])}
+        assert np.array_equal(placed[name], array)
+
+
+OPTIMISER = optax.sgd(0.1, momentum=0.9)
+
+
+@eqx.filter_jit
+def train_step(model, state, opt_state, xs, labels):
+    def loss(model):
+        call = lambda x: eqzoo.apply(model, state, x)
+        logits, new_state = jax.vmap(call, axis_name="batch", out_axes=(0, None))(xs)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), new_state
+
+    (value, state), gradients = eqx.filter_value_and_grad(loss, has_aux=True)(model)
+    updates, opt_state = OPTIMISER.update(gradients, opt_state)
+    return eqx.apply_updates(model, updates), state, opt_state, value
+
+
+def three_steps(model, state, opt_state, batches):
+    losses = []
+    for xs, labels in batches:
+        model, state, opt_state, value = train_step(model, state, opt_state, xs, labels)
+        losses.append(value)
+    return model, state, opt_state, losses
+
+
+def test_the_optimiser_s_state_lives_with_its_parameters(mesh):
+    model = shard(eqzoo.MLP(MLP, key=jax.random.key(0)), mesh)
+    opt_state = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
+    for moments in (opt_state[0].mu, opt_state[0].nu):
+        pairs = zip(jax.tree.leaves(moments), jax.tree.leaves(eqx.filter(model, eqx.is_array)), strict=True)
+        assert all(moment.sharding == parameter.sharding for moment, parameter in pairs)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "fsdp": 2, "model": 2}], ids=str)
+def test_training_is_the_same_on_eight_devices(sizes):
+    """Three steps of SGD with momentum on a model with batch statistics: parameters, statistics, momenta and losses."""
+    mesh = make_mesh(**sizes)
+    model, state = eqx.nn.make_with_state(eqzoo.ResNet)(RESNET, key=jax.random.key(0))
+    keys = jax.random.split(jax.random.key(1), 3)
+    batches = [(jax.random.normal(key, (16, 16, 16, 3)), jax.random.randint(key, 16, 0, 8)) for key in keys]
+    parameters = lambda model: eqx.filter(model, eqx.is_array)
+    sharded_model, sharded_state = shard(model, mesh), shard(state, mesh)
+
+    alone = three_steps(model, state, OPTIMISER.init(parameters(model)), batches)
+    together = three_steps(
+        sharded_model, sharded_state, OPTIMISER.init(parameters(sharded_model)), [shard_batch(b, mesh) for b in batches]
+    )
+    assert alone[3][2] < alone[3][0]
+    pairs = zip(
+        jax.tree.leaves(eqx.filter(together, eqx.is_array)),
+        jax.tree.leaves(eqx.filter(alone, eqx.is_array)),
+        strict=True,
+    )
+    for ours, expected in pairs:
+        ours, expected = np.asarray(ours), np.asarray(expected)
+        assert np.abs(ours - expected).max() <= 1e-4 * np.abs(expected).max()
