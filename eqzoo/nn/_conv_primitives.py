@@ -44,6 +44,10 @@ class Geometry:
     dilation: Shape = (1, 1)
     groups: int = 1
 
+    def __post_init__(self):
+        if min(self.out_size) < 1:
+            raise ValueError(f"{self} has windows larger than the padded image; enlarge the image or the padding.")
+
     @property
     def reach(self) -> Shape:
         """From a window's first tap to its last."""
@@ -101,8 +105,6 @@ def _check(geometry: Geometry, **arrays: Any) -> None:
     dtypes = {name: str(array.dtype) for name, array in arrays.items()}
     if len(set(dtypes.values())) > 1:
         raise ValueError(f"A convolution needs arrays of one dtype, got {dtypes}; cast one of them with `.astype`.")
-    if min(geometry.out_size) < 1:
-        raise ValueError(f"{geometry} has windows larger than the padded image; enlarge the image or the padding.")
     sizes = {"x": geometry.size, "w": geometry.kernel, "y": geometry.out_size}
     for name, array in arrays.items():
         size, channels = (array.shape[2:], array.shape[0]) if name == "w" else (array.shape[1:3], array.shape[3])

@@ -1,7 +1,6 @@
 """Two-dimensional convolution, channels-last."""
 
 from math import ceil
-from typing import Literal
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from eqzoo.nn._conv_primitives import Geometry, Pair, Shape, conv
 from eqzoo.nn._init import Init, weight_and_bias
 
-Padding = int | Pair | Literal["same", "same_tf"]
+Padding = int | Pair | str
 
 
 def conv2d(

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from math import ceil
 from operator import add
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -61,11 +60,11 @@ def max_pool(
     window: int | Pair,
     *,
     stride: int | Pair | None = None,
-    padding: int | Pair | Literal["same_tf"] = 0,
+    padding: int | Pair | str = 0,
     dilation: int | Pair = 1,
     ceil_mode: bool = False,
 ) -> Float[Array, "out_height out_width channels"]:
-    """The largest value of each window. The gradient goes to the first of equal maxima, row by row, as in torch."""
+    """The largest value of each window; `padding` is a size per axis or `"same_tf"`. The gradient goes to the first of equal maxima, row by row, as in torch."""
     window, dilation = as_pair(window), as_pair(dilation)
     stride = window if stride is None else as_pair(stride)
     x, padding = _pad_same_tf(x, window, stride, padding, dilation, -jnp.inf)
@@ -78,7 +77,7 @@ def avg_pool(
     window: int | Pair,
     *,
     stride: int | Pair | None = None,
-    padding: int | Pair | Literal["same_tf"] = 0,
+    padding: int | Pair | str = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> Float[Array, "out_height out_width channels"]:
@@ -87,7 +86,11 @@ def avg_pool(
     stride = window if stride is None else as_pair(stride)
     x, padding = _pad_same_tf(x, window, stride, padding, (1, 1), 0.0)
     windows = _Windows.over(x.shape[:2], window, stride, padding, (1, 1), ceil_mode)
-    total = reduce(add, windows.taps(_pad(x.astype(_float32_or_wider(x)), windows.pads, 0.0)))
+    total = _pad(x.astype(_float32_or_wider(x)), windows.pads, 0.0)
+    for axis in (0, 1):
+        span = (windows.count[axis] - 1) * stride[axis] + 1
+        taps = (lax.slice_in_dim(total, i, i + span, stride[axis], axis) for i in range(window[axis]))
+        total = reduce(add, taps)
     rows, columns = (
         _window_lengths(n, k, s, p, count, count_include_pad)
         for n, k, s, p, count in zip(x.shape[:2], window, stride, padding, windows.count, strict=True)

@@ -216,15 +216,15 @@ def test_export_for_two_platforms_runs_here(channels):
 def test_primitives_say_what_does_not_fit():
     x, w, y, geometry = operands("groups2")
     with pytest.raises(ValueError, match=r"one dtype, got .*bfloat16"):
-        conv(x, w.astype(jnp.bfloat16), geometry)
+        primitives.conv_p.bind(x, w.astype(jnp.bfloat16), geometry=geometry)
     with pytest.raises(ValueError, match=r"x has 4 channels, but w .* expects 6"):
-        conv(x, normal(0, 6, 3, 3, 2), geometry)
+        primitives.conv_p.bind(x, normal(0, 6, 3, 3, 2), geometry=geometry)
     with pytest.raises(ValueError, match=r"y has 4 channels, but w .* expects 6"):
-        conv_dx(y[..., :4], w, geometry)
+        primitives.conv_dx_p.bind(y[..., :4], w, geometry=geometry)
     with pytest.raises(ValueError, match="x holds 2 images, but y holds 1"):
-        conv_dw(x, y[:1], geometry)
+        primitives.conv_dw_p.bind(x, y[:1], geometry=geometry)
     with pytest.raises(ValueError, match="multiple of 2 channels"):
-        conv_dw(x[..., :3], y, geometry)
+        primitives.conv_dw_p.bind(x[..., :3], y, geometry=geometry)
 
 
 LAYERS = [
@@ -304,6 +304,8 @@ def test_errors_say_what_to_do():
         layer(jnp.zeros((8, 8, 5)))
     with pytest.raises(ValueError, match="larger than the padded image"):
         layer(jnp.zeros((2, 8, 3)))
+    with pytest.raises(ValueError, match="larger than the padded image"):
+        Conv2d(3, 4, 4, stride=4, key=jax.random.key(0))(jnp.zeros((3, 8, 3)))
     key = jax.random.key(0)
     with pytest.raises(ValueError, match="in_channels=3 is not a multiple of groups=2"):
         Conv2d(3, 4, 3, groups=2, key=key)

@@ -1,0 +1,202 @@
+"""ResNet is torchvision's and timm's: every variant's names and shapes; outputs, gradients and a training step of every
+option, running statistics included."""
+
+from dataclasses import replace
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import timm
+import torch
+import torchvision
+from timm.models.resnet import BasicBlock, Bottleneck
+from timm.models.resnet import ResNet as TimmResNet
+
+from eqzoo import apply, freeze
+from eqzoo._model import _merge, _skeleton
+from eqzoo.checkpoint import CheckpointError, unfill
+from eqzoo.models.vision.resnet import FAMILY, TIMM, VARIANTS, ResNet, ResNetConfig
+from tests.parity import assert_close, assert_names_and_shapes, assert_same_gradients, from_torch, randomise
+
+TORCHVISION_VARIANTS = [name for name in VARIANTS if name in torchvision.models.list_models()]
+KNOWN = {
+    *("ResNet", "BasicBlock", "Bottleneck", "Sequential", "Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d", "Identity"),
+    *("AvgPool2d", "SEModule", "Sigmoid", "SelectAdaptivePool2d", "AdaptiveAvgPool2d", "FastAdaptiveAvgPool"),
+    *("Flatten", "Linear"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_timm_variant_has_the_same_names_shapes_and_maps(name):
+    with torch.device("meta"):
+        upstream = timm.create_model(name).eval()
+    assert {type(module).__name__ for module in upstream.modules()} <= KNOWN
+    assert_names_and_shapes((FAMILY, VARIANTS[name]), upstream.state_dict())
+    pools = [module for module in upstream.modules() if isinstance(module, torch.nn.AvgPool2d)]
+    assert bool(pools) == (VARIANTS[name].shortcut == "pool")
+    assert {module.eps for module in upstream.modules() if isinstance(module, torch.nn.BatchNorm2d)} == {1e-5}
+    theirs = upstream.forward_intermediates(torch.empty(1, 3, 75, 97, device="meta"), intermediates_only=True)
+    ours = eqx.filter_eval_shape(lambda: _features(VARIANTS[name]))
+    assert [a.shape for a in ours] == [tuple(a.shape[2:]) + (a.shape[1],) for a in theirs[1:]]
+
+
+def _features(config: ResNetConfig) -> Any:
+    model, state = eqx.nn.make_with_state(ResNet)(config, key=jax.random.key(0))
+    return freeze(model, state).features(jnp.zeros((75, 97, 3)))
+
+
+@pytest.mark.parametrize("name", TORCHVISION_VARIANTS)
+def test_torchvision_variant_has_the_same_names_shapes_and_parameters(name):
+    with torch.device("meta"):
+        upstream = torchvision.models.get_model(name)
+    assert_names_and_shapes((FAMILY, VARIANTS[name]), upstream.state_dict())
+    model, _ = _skeleton(lambda key: ResNet(VARIANTS[name], key=key))
+    number = sum(leaf.size for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.ShapeDtypeStruct))
+    for weights in torchvision.models.get_model_weights(name):
+        assert weights.meta["num_params"] == number
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "basic": ({"block": "basic"}, {"block": BasicBlock}),
+    "basic with everything": (
+        {"block": "basic", "stem": "deep", "stem_width": 8, "shortcut": "pool", "squeeze_excite": True},
+        {
+            **{"block": BasicBlock, "stem_type": "deep", "stem_width": 8, "avg_down": True},
+            "block_args": {"attn_layer": "se"},
+        },
+    ),
+    "bottleneck": ({"block": "bottleneck"}, {"block": Bottleneck}),
+    "groups": (
+        {"block": "bottleneck", "cardinality": 4, "base_width": 32},
+        {"block": Bottleneck, "cardinality": 4, "base_width": 32},
+    ),
+    "tiered stem and pooled shortcut": (
+        {"block": "bottleneck", "stem": "tiered", "stem_width": 8, "shortcut": "pool"},
+        {"block": Bottleneck, "stem_type": "deep_tiered", "stem_width": 8, "avg_down": True},
+    ),
+    "squeeze and excite, one channel, no head": (
+        {"block": "bottleneck", "squeeze_excite": True, "in_channels": 1, "num_classes": 0},
+        {"block": Bottleneck, "block_args": {"attn_layer": "se"}, "in_chans": 1, "num_classes": 0},
+    ),
+}
+
+
+def pair(option: str) -> tuple[ResNetConfig, torch.nn.Module]:
+    ours, theirs = OPTIONS[option]
+    config = ResNetConfig(**{"depths": (1, 3, 1, 2), "widths": (8, 12, 16, 24), "num_classes": 5, **ours})
+    sizes = {"layers": (1, 3, 1, 2), "channels": (8, 12, 16, 24), "num_classes": 5}
+    return config, randomise(TimmResNet(**{**sizes, **theirs}), 0)
+
+
+def batch(channels: int) -> tuple[np.ndarray, torch.Tensor]:
+    images = np.random.default_rng(1).normal(size=(4, 71, 62, channels)).astype(np.float32)
+    return images, torch.tensor(images).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_outputs_gradients_and_running_statistics(option, training):
+    config, upstream = pair(option)
+    model, state = from_torch((FAMILY, config), upstream)
+    model = model if training else eqx.nn.inference_mode(model)
+    upstream.train(training)
+    images, torch_images = batch(config.in_channels)
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad(has_aux=True)
+    def step(model, state, images):
+        forward = lambda image: apply(model, state, image)
+        outputs, new_state = jax.vmap(forward, axis_name="batch", out_axes=(0, None))(images)
+        return jnp.mean(outputs**2), (outputs, new_state)
+
+    (_, (outputs, state)), gradients = step(model, state, jnp.asarray(images))
+    theirs = upstream(torch_images)
+    theirs.square().mean().backward()
+    assert_close(outputs, theirs, 1e-4)
+    assert_same_gradients(gradients, upstream, TIMM)
+    after = unfill(_merge(model, state), TIMM)
+    for name, buffer in upstream.named_buffers():
+        assert_close(after[name], buffer, 1e-5)
+    assert after["bn1.num_batches_tracked"] == (8 if training else 7)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnext50_32x4d", "wide_resnet50_2"])
+def test_torchvisions_own_blocks_in_training(name):
+    upstream = randomise(torchvision.models.get_model(name, num_classes=5), 0).train()
+    config = replace(VARIANTS[name], num_classes=5)
+    model, state = from_torch((FAMILY, config), upstream)
+    images, torch_images = batch(3)
+    forward = lambda model, state, image: apply(model, state, image)
+    outputs, state = eqx.filter_jit(
+        eqx.filter_vmap(forward, in_axes=(None, None, 0), axis_name="batch", out_axes=(0, None))
+    )(model, state, jnp.asarray(images))
+    assert_close(outputs, upstream(torch_images), 1e-4)
+    after = unfill(_merge(model, state), TIMM)
+    for buffer, value in upstream.named_buffers():
+        assert_close(after[buffer], value, 1e-4)
+
+
+def test_three_training_steps_with_momentum_equal_torchs():
+    config, upstream = pair("bottleneck")
+    model, state = from_torch((FAMILY, config), upstream)
+    upstream.train()
+    images, torch_images = batch(3)
+    labels = np.array([0, 3, 1, 4])
+    optimizer = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(1e-2, momentum=0.9))
+    torch_optimizer = torch.optim.SGD(upstream.parameters(), lr=1e-2, momentum=0.9, weight_decay=1e-2)
+
+    @eqx.filter_jit
+    def train_step(model, state, opt_state, images, labels):
+        def loss_fn(model, state):
+            logits, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(images, state)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), state
+
+        (loss, state), gradients = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, state)
+        updates, opt_state = optimizer.update(gradients, opt_state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state, opt_state, loss
+
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    for _ in range(3):
+        model, state, opt_state, loss = train_step(model, state, opt_state, jnp.asarray(images), jnp.asarray(labels))
+        torch_optimizer.zero_grad()
+        torch_loss = torch.nn.functional.cross_entropy(upstream(torch_images), torch.tensor(labels))
+        torch_loss.backward()
+        torch_optimizer.step()
+        assert_close(loss, torch_loss, 1e-4)
+    after = unfill(_merge(model, state), TIMM)
+    for name, tensor in upstream.state_dict().items():
+        assert_close(after[name], tensor, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shortcut": "pool"},
+        {"stem": "deep", "stem_width": 32},
+        {"squeeze_excite": True},
+        {"cardinality": 2, "base_width": 32},
+        {"block": "basic"},
+        {"in_channels": 1},
+        {"num_classes": 0},
+        {"depths": (1, 3, 1, 1)},
+    ],
+    ids=str,
+)
+def test_every_option_changes_what_fits(changes):
+    config, upstream = pair("bottleneck")
+    with pytest.raises(CheckpointError, match="does not fit"):
+        from_torch((FAMILY, replace(config, **changes)), upstream)
+
+
+def test_a_file_without_batch_counters_loads():
+    config, upstream = pair("basic")
+    state_dict = {k: v for k, v in upstream.state_dict().items() if not k.endswith("num_batches_tracked")}
+    upstream.state_dict = lambda: state_dict
+    model, state = from_torch((FAMILY, config), upstream)
+    images, torch_images = batch(3)
+    outputs = jax.vmap(freeze(model, state))(jnp.asarray(images))
+    assert_close(outputs, upstream.eval()(torch_images), 1e-4)
