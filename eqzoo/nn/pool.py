@@ -64,7 +64,10 @@ def max_pool(
     dilation: int | Pair = 1,
     ceil_mode: bool = False,
 ) -> Float[Array, "out_height out_width channels"]:
-    """The largest value of each window; `padding` is a size per axis or `"same_tf"`. The gradient goes to the first of equal maxima, row by row, as in torch."""
+    """The largest value of each window; `padding` is a size per axis or `"same_tf"`.
+
+    The gradient goes to the first of equal maxima, row by row, as in torch.
+    """
     window, dilation = as_pair(window), as_pair(dilation)
     stride = window if stride is None else as_pair(stride)
     x, padding = _pad_same_tf(x, window, stride, padding, dilation, -jnp.inf)

@@ -146,8 +146,8 @@ def test_three_training_steps_with_momentum_equal_torchs():
     upstream.train()
     images, torch_images = batch(3)
     labels = np.array([0, 3, 1, 4])
-    optimizer = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(1e-2, momentum=0.9))
-    torch_optimizer = torch.optim.SGD(upstream.parameters(), lr=1e-2, momentum=0.9, weight_decay=1e-2)
+    optimizer = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(1e-3, momentum=0.9))
+    torch_optimizer = torch.optim.SGD(upstream.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-2)
 
     @eqx.filter_jit
     def train_step(model, state, opt_state, images, labels):
