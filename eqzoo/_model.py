@@ -39,9 +39,7 @@ def is_stateful(model: Any) -> bool:
     return "state" in inspect.signature(type(model).__call__).parameters
 
 
-def apply(
-    model: Any, state: eqx.nn.State, x: Array, *, key: PRNGKeyArray | None = None
-) -> tuple[Any, eqx.nn.State]:
+def apply(model: Any, state: eqx.nn.State, x: Array, *, key: PRNGKeyArray | None = None) -> tuple[Any, eqx.nn.State]:
     """Call any model, stateful or not, in one form: `(y, state)`. The state passed in stays usable."""
     if is_stateful(model):
         return model(x, _copy(state), key=key)
@@ -92,7 +90,9 @@ def save(path: str | os.PathLike, model: Any, state: eqx.nn.State | None = None)
     if isinstance(model, Frozen):
         model, state = model.model, model.state
     if is_stateful(model) and state is None:
-        raise ValueError(f"save: a {type(model).__name__} has running statistics; pass its state too: save(path, model, state)")
+        raise ValueError(
+            f"save: a {type(model).__name__} has running statistics; pass its state too: save(path, model, state)"
+        )
     tensors = unfill(_merge(model, state), OWN_FORMAT)
     metadata = {}
     if family := family_of(model):
@@ -146,7 +146,9 @@ def fill_from(
     fits = {naming: plan(merged, tensors, rules) for naming, rules in namings.items()}
     naming = min(fits, key=lambda naming: fits[naming].problems)
     if fits[naming].problems:
-        raise CheckpointError(f"{fits[naming].report(source, label)}\n  pass the `name` of the model the file was made for")
+        raise CheckpointError(
+            f"{fits[naming].report(source, label)}\n  pass the `name` of the model the file was made for"
+        )
     if naming == "own":
         merged = _with_stored_dtypes(merged, tensors, fits[naming])
     return _split(fill(merged, tensors, fits[naming]), *pair)

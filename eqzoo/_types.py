@@ -53,7 +53,8 @@ def _sentence(model: Any, name: str, value: Any, annotation: Any) -> str:
 
 def _describe(value: Any) -> str:
     if isinstance(value, jax.Array | np.ndarray):
-        return f"{'a numpy array' if isinstance(value, np.ndarray) else 'an array'} of shape {value.shape} and dtype {value.dtype}"
+        kind = "a numpy array" if isinstance(value, np.ndarray) else "an array"
+        return f"{kind} of shape {value.shape} and dtype {value.dtype}"
     return f"{value!r}" if value is None or isinstance(value, int | float | str) else f"a {type(value).__name__}"
 
 

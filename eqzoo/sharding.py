@@ -43,8 +43,8 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Rules | None = None) -> PyTree:
     """Where each array of a model, or of a tree shaped like it, belongs.
 
     The first rule whose regex matches a leaf's whole path counts; no rule means a copy on every device. The layer axes
-    of a stack are not split. A mesh axis that doesn't divide the array's axis is left out for it. Without `rules`, those
-    of the model's family are used.
+    of a stack are not split. A mesh axis that doesn't divide the array's axis is left out for it. Without `rules`,
+    those of the model's family are used.
     """
     if rules is None:
         family = family_of(tree)
@@ -71,7 +71,7 @@ def _dividing(part: str | tuple[str, ...] | None, size: int, mesh: Mesh) -> tupl
 
 
 def shard(tree: Tree, mesh: Mesh, rules: Rules | None = None) -> Tree:
-    """Place a model's arrays on the mesh by `shardings`; a state, or any other tree without rules, goes to every device."""
+    """Place a model's arrays on the mesh by `shardings`; what has no rules, such as a state, goes to every device."""
     arrays, static = eqx.partition(tree, eqx.is_array)
     return eqx.combine(jax.device_put(arrays, shardings(arrays, mesh, rules)), static)
 

@@ -1,8 +1,8 @@
 """Train any image classifier on scikit-learn's digits, with the whole loop in sight.
 
-    python scripts/train_classifier.py
-    python scripts/train_classifier.py --model vit_tiny_patch16_224 --options image_size 32 patch_size 4
-    python scripts/train_classifier.py --model my_package.my_module:MyNet
+python scripts/train_classifier.py
+python scripts/train_classifier.py --model vit_tiny_patch16_224 --options image_size 32 patch_size 4
+python scripts/train_classifier.py --model my_package.my_module:MyNet
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,6 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 import eqzoo
 
@@ -40,11 +39,9 @@ def digits(image_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndar
     """Train images, train labels, test images, test labels; images are (batch, size, size, 3) in [-1, 1]."""
     images, labels = load_digits(return_X_y=True)
     images = jnp.asarray(images.reshape(-1, 8, 8, 1) / 8 - 1, jnp.float32)
-    images = jax.image.resize(images, (len(images), image_size, image_size, 3), "linear")
-    train_x, test_x, train_y, test_y = train_test_split(
-        np.asarray(images), labels.astype(np.int32), test_size=0.2, stratify=labels, random_state=0
-    )
-    return train_x, train_y, test_x, test_y
+    images = np.asarray(jax.image.resize(images, (len(images), image_size, image_size, 3), "linear"))
+    test, train = np.split(np.random.default_rng(0).permutation(len(images)), [360])
+    return images[train], labels[train], images[test], labels[test]
 
 
 def shift(image, key):
@@ -91,6 +88,7 @@ def main(options: Options) -> None:
 
     shuffle = np.random.default_rng(options.seed)
     for epoch in range(options.epochs):
+        losses = []
         batches = shuffle.permutation(len(train_x))[: steps_per_epoch * options.batch_size]
         batches = batches.reshape(steps_per_epoch, options.batch_size)
         for batch in track(batches, description=f"epoch {epoch + 1:2}/{options.epochs}", console=console):
@@ -98,8 +96,9 @@ def main(options: Options) -> None:
             model, state, opt_state, loss = train_step(
                 model, state, opt_state, jnp.asarray(train_x[batch]), jnp.asarray(train_y[batch]), key_step
             )
+            losses.append(loss)
         test_accuracy = accuracy(model, state, jnp.asarray(test_x), jnp.asarray(test_y))
-        console.print(f"  loss {loss:.4f}   test accuracy {test_accuracy:.2%}")
+        console.print(f"  loss {np.mean(losses):.4f}   test accuracy {test_accuracy:.2%}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Settings for the whole run: 8 host devices, one compilation cache, and what torchvision needs before it is imported."""
+"""Settings for the whole run: 8 host devices, one compilation cache, and what torchvision needs to be imported."""
 
 import os
 from pathlib import Path

@@ -24,7 +24,10 @@ def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
 
 def test_the_commands_name_scripts_that_exist():
     named = {
-        script for page in PAGES for code in blocks(page, "sh") for script in re.findall(r"python (scripts/\S+\.py)", code)
+        script
+        for page in PAGES
+        for code in blocks(page, "sh")
+        for script in re.findall(r"python (scripts/\S+\.py)", code)
     }
     assert "scripts/train_classifier.py" in named
     assert all((ROOT / script).is_file() for script in named)

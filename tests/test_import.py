@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+BACKENDS = "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
+
 
 def run(code: str) -> str:
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
@@ -18,13 +20,11 @@ def test_importing_loads_no_optional_package(module):
 
 
 def test_importing_starts_no_backend():
-    code = "import eqzoo, eqzoo.sharding; from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
-    assert run(code).strip() == "False"
+    assert run(f"import eqzoo, eqzoo.sharding; {BACKENDS}").strip() == "False"
 
 
 def test_listing_the_models_starts_no_backend():
-    code = "import eqzoo; eqzoo.list_models(); from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
-    assert run(code).strip() == "False"
+    assert run(f"import eqzoo; eqzoo.list_models(); {BACKENDS}").strip() == "False"
 
 
 def test_importing_prints_nothing():

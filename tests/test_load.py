@@ -1,4 +1,4 @@
-"""`load` reads what torch wrote, in a process without torch, and gives upstream's outputs and gradients at full size."""
+"""`load` reads what torch wrote, in a process without torch; outputs and gradients are upstream's at full size."""
 
 import subprocess
 import sys

@@ -136,7 +136,7 @@ def test_freezing_a_stateless_model_sets_inference_mode():
 
 
 def test_save_and_load_bit_for_bit(tiny, tmp_path):
-    model, state, images = tiny
+    model, state, _ = tiny
     path = tmp_path / "tiny.safetensors"
     eqzoo.save(path, model, state)
     loaded, loaded_state = eqzoo.load(path, trainable=True)
@@ -176,7 +176,9 @@ def test_saving_without_the_state_or_a_changed_model_is_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match=r"a ResNet has running statistics; pass its state too"):
         eqzoo.save(path, model)
     changed = eqx.tree_at(lambda m: m.head, model, nn.Linear(16, 7, key=KEY))
-    with pytest.raises(CheckpointError, match=r"(?s)this ResNet does not fit its own config.*head.weight: shape \(7, 16\).*\(5, 16\)"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)this ResNet does not fit its own config.*head.weight: shape \(7, 16\).*\(5, 16\)"
+    ):
         eqzoo.save(path, changed, state)
     assert list(tmp_path.iterdir()) == []
 

@@ -38,8 +38,8 @@ NET = Net(3)
     [
         (
             jnp.zeros((3, 8, 8)),
-            "Net: x is an array of shape (3, 8, 8) and dtype float32, expected a float array of shape (height, width, 3); "
-            "images are channels-last: `jnp.moveaxis(x, 0, -1)`",
+            "Net: x is an array of shape (3, 8, 8) and dtype float32, "
+            "expected a float array of shape (height, width, 3); images are channels-last: `jnp.moveaxis(x, 0, -1)`",
         ),
         (jnp.zeros((2, 8, 8, 3)), "a model takes one example, so map it over the batch: `jax.vmap(model)`"),
         (jnp.zeros((8, 8, 1)), "pass 3 channels, or create the model with `in_channels=1`"),
@@ -57,7 +57,9 @@ def test_an_image_that_does_not_fit(x, sentence):
 
 
 def test_tokens_that_are_no_integers():
-    with pytest.raises(TypeError, match=r"Net: tokens is an array .* token ids are integers: `tokens.astype\(jnp.int32\)`"):
+    with pytest.raises(
+        TypeError, match=r"Net: tokens is an array .* token ids are integers: `tokens.astype\(jnp.int32\)`"
+    ):
         NET.embed(jnp.zeros(4))
 
 

@@ -1,4 +1,4 @@
-"""The strict applier: each source tensor is used exactly once, each leaf filled exactly once, or a report says why not."""
+"""The strict applier: each tensor is used exactly once and each leaf filled exactly once, or a report says why not."""
 
 import difflib
 import re
@@ -38,8 +38,10 @@ class Plan:
 
     def report(self, source: str, model: str) -> str:
         """One sentence, then both sides in full."""
-        counts = f"{len(self.missing)} missing, {len(self.unexpected)} unexpected, {len(self.wrong)} of a wrong shape or kind"
-        lines = [f"{source} does not fit {model}: {counts}"]
+        lines = [
+            f"{source} does not fit {model}: {len(self.missing)} missing, {len(self.unexpected)} unexpected, "
+            f"{len(self.wrong)} of a wrong shape or kind"
+        ]
         for title, names in (
             ("missing from the file", self.missing),
             ("unexpected in the file", self.unexpected),
@@ -89,7 +91,7 @@ def fill(skeleton: PyTree, tensors: Mapping[str, Tensor], moves: Plan) -> PyTree
     for name, of in moves.aliases:
         if not np.array_equal(tensors[name].read(), tensors[of].read()):
             raise CheckpointError(
-                f"tensor {name!r} should repeat {of!r} but holds other numbers: this checkpoint's weights are not tied; "
+                f"tensor {name!r} should repeat {of!r} but holds other numbers, so its weights are not tied; "
                 f"load it into a model with a separate head"
             )
     filled = iter([jnp.asarray(arrays[path]) for path in arrays])
@@ -105,8 +107,8 @@ def unfill(model: PyTree, rules: Rules) -> dict[str, np.ndarray]:
         array = np.asarray(leaf)
         for slot in _slots(path, leaf.shape):
             target = _format(slot)
-            for rule in rules:
-                source = rule.source_of(target) if isinstance(rule, Rule) else None
+            for rule in (rule for rule in rules if isinstance(rule, Rule)):
+                source = rule.source_of(target)
                 if source is not None:
                     parts.setdefault(source, {})[target] = array[(*slot[1], ...)]
                     used[source] = rule

@@ -128,7 +128,9 @@ def _check_source(source: str) -> None:
 
 
 def _fill(template: str, groups: Sequence[str]) -> str:
-    return _SLOT.sub(lambda slot: str(int(groups[int(slot[1])]) + int(slot[2])) if slot[2] else groups[int(slot[1])], template)
+    return _SLOT.sub(
+        lambda slot: str(int(groups[int(slot[1])]) + int(slot[2])) if slot[2] else groups[int(slot[1])], template
+    )
 
 
 def _invert(source: str, target: str) -> re.Pattern[str]:

@@ -11,6 +11,7 @@ from math import prod, sqrt
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 Init = Callable[[PRNGKeyArray, Sequence[int]], Float[Array, "..."]]
@@ -70,7 +71,7 @@ def _scaled_draw(sampler: Sampler, key: PRNGKeyArray, shape: Sequence[int], scal
 
 def is_traced(key: Shaped[Array, "..."]) -> bool:
     """Whether a transformation such as `jit` or `vmap` is looking at the key, so that it has no value yet."""
-    return isinstance(key, jax.core.Tracer)
+    return isinstance(key, Tracer)
 
 
 def kaiming_fan_out(key: PRNGKeyArray, shape: Sequence[int]) -> Float[Array, "..."]:

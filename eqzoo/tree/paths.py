@@ -20,7 +20,9 @@ def leaves_with_paths(tree: PyTree, *, is_leaf: Callable[[Any], bool] | None = N
 def _walk(tree: PyTree, prefix: str, is_leaf: Callable[[Any], bool] | None) -> Iterator[tuple[str, Any]]:
     stop = lambda node: isinstance(node, Stack) or (is_leaf is not None and is_leaf(node))
     for key_path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]:
-        path = prefix + ("." if prefix and key_path else "") + jax.tree_util.keystr(key_path, simple=True, separator=".")
+        path = (
+            prefix + ("." if prefix and key_path else "") + jax.tree_util.keystr(key_path, simple=True, separator=".")
+        )
         if isinstance(node, Stack) and not (is_leaf is not None and is_leaf(node)):
             yield from _walk(node.block, path + "[*]", is_leaf)
         else:
@@ -32,4 +34,6 @@ def map_with_path(
 ) -> PyTree:
     """`jax.tree.map` whose function also gets the leaf's path."""
     treedef = jax.tree.structure(tree, is_leaf=is_leaf)
-    return jax.tree.unflatten(treedef, [function(path, leaf) for path, leaf in leaves_with_paths(tree, is_leaf=is_leaf)])
+    return jax.tree.unflatten(
+        treedef, [function(path, leaf) for path, leaf in leaves_with_paths(tree, is_leaf=is_leaf)]
+    )

@@ -7,7 +7,11 @@ from eqzoo.checkpoint import BATCH_NORM, SAME, SPLIT, TRANSPOSE, TRANSPOSE_SPLIT
 
 CASES = [
     (Rule(r"fc\.(weight|bias)", "head.{0}"), "fc.bias", ("head.bias",)),
-    (Rule(r"layer(\d)\.0\.conv(\d)\.weight", "stages.{0-1}.convs.{1-1}.weight"), "layer4.0.conv2.weight", ("stages.3.convs.1.weight",)),
+    (
+        Rule(r"layer(\d)\.0\.conv(\d)\.weight", "stages.{0-1}.convs.{1-1}.weight"),
+        "layer4.0.conv2.weight",
+        ("stages.3.convs.1.weight",),
+    ),
     (Rule(r"h\.(\d+)\.(weight|bias)", "blocks[{0}].{1}"), "h.11.weight", ("blocks[11].weight",)),
     (Rule(r"up(\d+)\.w", "blocks[{0+2}].w"), "up3.w", ("blocks[5].w",)),
     (Rule(r"a(\d)\.b(\d)", "x.{1}.y.{0}.z.{1}"), "a1.b2", ("x.2.y.1.z.2",)),

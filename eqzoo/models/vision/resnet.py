@@ -40,7 +40,9 @@ class ResNetConfig:
 
     def __post_init__(self):
         if len(self.depths) != len(self.widths):
-            raise ValueError(f"depths={self.depths} and widths={self.widths} differ in length; give one of each a stage")
+            raise ValueError(
+                f"depths={self.depths} and widths={self.widths} differ in length; give one of each a stage"
+            )
         if self.block == "basic" and (self.cardinality, self.base_width) != (1, 64):
             raise ValueError(
                 f"block='basic' has no groups, but cardinality={self.cardinality} and base_width={self.base_width}; "
@@ -195,7 +197,9 @@ class Stage(eqx.Module):
     first: Block
     rest: nn.Stack[Block] | None
 
-    def __init__(self, config: ResNetConfig, in_channels: int, width: int, depth: int, stride: int, *, key: PRNGKeyArray):
+    def __init__(
+        self, config: ResNetConfig, in_channels: int, width: int, depth: int, stride: int, *, key: PRNGKeyArray
+    ):
         def block(in_channels: int, stride: int, key: PRNGKeyArray) -> Block:
             return Block(
                 in_channels,

@@ -13,7 +13,7 @@ from torchvision.ops import MLP as TorchMLP
 from eqzoo.checkpoint import Rule
 from eqzoo.checkpoint.apply import unfill
 from eqzoo.models._family import Family
-from eqzoo.models.vision.mlp import SHARDING, VARIANTS, MLP, MLPConfig
+from eqzoo.models.vision.mlp import MLP, SHARDING, VARIANTS, MLPConfig
 from tests.parity import assert_close, assert_same_gradients, from_torch, randomise
 
 
@@ -78,7 +78,10 @@ def test_every_variant_has_upstreams_names_shapes_and_number_of_parameters():
         size = config.image_size**2 * config.in_channels
         upstream = TorchMLP(size, [*config.hidden, config.num_classes])
         model = eqx.filter_eval_shape(MLP, config, key=jax.random.key(0))
-        ours = unfill(jax.tree.map(lambda leaf: np.zeros(leaf.shape), eqx.filter(model, lambda x: hasattr(x, "shape"))), rules(config))
+        ours = unfill(
+            jax.tree.map(lambda leaf: np.zeros(leaf.shape), eqx.filter(model, lambda x: hasattr(x, "shape"))),
+            rules(config),
+        )
         assert {name: a.shape for name, a in ours.items()} == {
             name: tuple(a.shape) for name, a in upstream.state_dict().items()
         }

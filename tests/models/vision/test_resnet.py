@@ -41,7 +41,7 @@ def test_timm_variant_has_the_same_names_shapes_and_maps(name):
     assert {module.eps for module in upstream.modules() if isinstance(module, torch.nn.BatchNorm2d)} == {1e-5}
     theirs = upstream.forward_intermediates(torch.empty(1, 3, 75, 97, device="meta"), intermediates_only=True)
     ours = eqx.filter_eval_shape(lambda: _features(VARIANTS[name]))
-    assert [a.shape for a in ours] == [tuple(a.shape[2:]) + (a.shape[1],) for a in theirs[1:]]
+    assert [a.shape for a in ours] == [(*a.shape[2:], a.shape[1]) for a in theirs[1:]]
 
 
 def _features(config: ResNetConfig) -> Any:
@@ -65,7 +65,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "basic with everything": (
         {"block": "basic", "stem": "deep", "stem_width": 8, "shortcut": "pool", "squeeze_excite": True},
         {
-            **{"block": BasicBlock, "stem_type": "deep", "stem_width": 8, "avg_down": True},
+            "block": BasicBlock,
+            "stem_type": "deep",
+            "stem_width": 8,
+            "avg_down": True,
             "block_args": {"attn_layer": "se"},
         },
     ),
