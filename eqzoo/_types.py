@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,14 @@ def typed(method: Method) -> Method:
         raise TypeError(message)
 
     return wrapper  # pyright: ignore[reportReturnType]
+
+
+def check_choices(config: Any) -> None:
+    """Refuse a config whose value for a `Literal` field is none of its choices."""
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
+            choices = ", ".join(map(repr, get_args(hint)))
+            raise ValueError(f"{type(config).__name__}: {name}={getattr(config, name)!r} is unknown; choose {choices}")
 
 
 def _sentence(model: Any, name: str, value: Any, annotation: Any) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from eqzoo._model import Frozen
 from eqzoo._registry import family_of
 from eqzoo.tree import map_with_path
 
@@ -72,6 +73,9 @@ def _dividing(part: str | tuple[str, ...] | None, size: int, mesh: Mesh) -> tupl
 
 def shard(tree: Tree, mesh: Mesh, rules: Rules | None = None) -> Tree:
     """Place a model's arrays on the mesh by `shardings`; what has no rules, such as a state, goes to every device."""
+    if isinstance(tree, Frozen):
+        parts = shard(tree.model, mesh, rules), shard(tree.state, mesh)
+        return eqx.tree_at(lambda frozen: (frozen.model, frozen.state), tree, parts)
     arrays, static = eqx.partition(tree, eqx.is_array)
     return eqx.combine(jax.device_put(arrays, shardings(arrays, mesh, rules)), static)
 

@@ -208,3 +208,13 @@ def test_training_is_the_same_on_eight_devices(sizes):
     for ours, expected in pairs:
         ours, expected = np.asarray(ours), np.asarray(expected)
         assert np.abs(ours - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def test_a_frozen_model_is_placed_by_its_models_rules(mesh):
+    model, state = eqx.nn.make_with_state(eqzoo.ResNet)(RESNET, key=jax.random.key(0))
+    frozen = shard(eqzoo.freeze(model, state), mesh)
+    expected = shard(model, mesh)
+    placed = lambda tree: [leaf.sharding for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
+    assert placed(frozen.model) == placed(expected)
+    assert all(sharding.is_fully_replicated for sharding in placed(frozen.state))
+    assert frozen(jnp.zeros((16, 16, 3))).shape == (8,)

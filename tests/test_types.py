@@ -1,5 +1,8 @@
 """`typed` turns a wrong argument of a public method into one sentence with the remedy."""
 
+from dataclasses import dataclass
+from typing import Literal
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,7 +10,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float, Int, TypeCheckError
 
-from eqzoo._types import typed
+from eqzoo._types import check_choices, typed
 
 
 class Net(eqx.Module):
@@ -78,6 +81,18 @@ def test_an_error_of_a_method_called_within_names_that_method():
 def test_a_wrong_result_stays_a_type_check_error():
     with pytest.raises(TypeCheckError, match="return value"):
         NET.wrong_result(jnp.zeros((8, 8, 3)))
+
+
+@dataclass(frozen=True)
+class Config:
+    size: int = 3
+    block: Literal["basic", "bottleneck"] = "basic"
+
+
+def test_a_choice_that_is_none():
+    check_choices(Config(block="bottleneck"))
+    with pytest.raises(ValueError, match="Config: block='basik' is unknown; choose 'basic', 'bottleneck'"):
+        check_choices(Config(block="basik"))
 
 
 def test_a_right_argument_passes():

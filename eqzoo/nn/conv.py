@@ -31,7 +31,7 @@ def conv2d(
         raise ValueError(message)
 
     size, kernel, stride, dilation = x.shape[:2], weight.shape[2:], as_pair(stride), as_pair(dilation)
-    pads = explicit_padding(padding, size, kernel, stride, dilation)
+    pads = _explicit_padding(padding, size, kernel, stride, dilation)
     geometry = Geometry(size, kernel, stride, pads, dilation, groups)
     dtype = jnp.promote_types(x.dtype, weight.dtype)
     x, weight = x.astype(dtype), weight.astype(dtype)
@@ -77,7 +77,7 @@ class Conv2d(eqx.Module):
             if channels % groups:
                 raise ValueError(f"{name}={channels} is not a multiple of groups={groups}; change one of them.")
         kernel_size, self.stride, self.dilation = as_pair(kernel_size), as_pair(stride), as_pair(dilation)
-        check_padding(padding, self.stride)
+        _check_padding(padding, self.stride)
         self.padding = as_pair(padding) if isinstance(padding, int) else padding
         self.groups = groups
 
@@ -106,16 +106,16 @@ def as_pair(value: int | Pair) -> Pair:
     return (value, value) if isinstance(value, int) else value
 
 
-def check_padding(padding: Padding, stride: Pair) -> None:
+def _check_padding(padding: Padding, stride: Pair) -> None:
     if isinstance(padding, str) and padding not in ("same", "same_tf"):
         raise ValueError(f'padding="{padding}" is unknown; pass "same", "same_tf", or a size per axis.')
     if padding == "same" and stride != (1, 1):
         raise ValueError(f'padding="same" needs stride 1, got stride={stride}; pass "same_tf" or a size per axis.')
 
 
-def explicit_padding(padding: Padding, size: Shape, kernel: Shape, stride: Pair, dilation: Pair) -> tuple[Pair, Pair]:
+def _explicit_padding(padding: Padding, size: Shape, kernel: Shape, stride: Pair, dilation: Pair) -> tuple[Pair, Pair]:
     """(low, high) per axis. Where the two can't be equal, the end gets one more."""
-    check_padding(padding, stride)
+    _check_padding(padding, stride)
     if isinstance(padding, str):
         return same_tf_padding(size, kernel, stride, dilation)  # which at stride 1 is torch's "same" too
     height, width = as_pair(padding)

@@ -23,7 +23,7 @@ class LayerScale(eqx.Module):
         return x * self.weight.astype(x.dtype)
 
 
-def round_channels(channels: float, divisor: int = 8) -> int:
+def round_channels(channels: int | float, divisor: int = 8) -> int:
     """The multiple of `divisor` nearest to `channels`, at least one."""
     return max(divisor, int(channels + divisor / 2) // divisor * divisor)
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqzoo import nn
-from eqzoo._types import typed
+from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint import TRANSPOSE, TRANSPOSE_SPLIT, Alias, Drop, Rule, prefixed
 from eqzoo.models._family import Family
 from eqzoo.nn._init import normal
@@ -44,6 +44,7 @@ class GPT2Config:
     residual_dropout: float = 0.1
 
     def __post_init__(self):
+        check_choices(self)
         if self.dim % self.heads:
             raise ValueError(f"dim={self.dim} is not a multiple of heads={self.heads}; choose heads that divide dim")
 
@@ -140,6 +141,8 @@ class GPT2(eqx.Module):
     def hidden(self, tokens: Int[Array, " tokens"], *, key: PRNGKeyArray | None = None) -> Float[Array, "tokens dim"]:
         """What the head sees of each token: the last block's output, normalised."""
         length = tokens.shape[0]
+        if length == 0:
+            raise ValueError("GPT2: tokens is empty; pass at least one, such as the end-of-text token")
         if length > self.config.context:
             raise ValueError(
                 f"GPT2: {length} tokens are more than context={self.config.context}; pass at most that many, "

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqzoo import nn
-from eqzoo._types import typed
+from eqzoo._types import check_choices, typed
 from eqzoo.models._family import Family
 
 
@@ -28,6 +28,7 @@ class MLPConfig:
     num_classes: int = 10
 
     def __post_init__(self):
+        check_choices(self)
         if not self.hidden:
             raise ValueError("hidden=() leaves no layer before the head; pass at least one width, e.g. hidden=(512,)")
 

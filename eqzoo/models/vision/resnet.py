@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqzoo import nn
-from eqzoo._types import typed
+from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint import BATCH_NORM, Rule, prefixed
 from eqzoo.models._family import Family
 from eqzoo.nn._init import kaiming_fan_out
@@ -39,6 +39,7 @@ class ResNetConfig:
     num_classes: int = 1000
 
     def __post_init__(self):
+        check_choices(self)
         if len(self.depths) != len(self.widths):
             raise ValueError(
                 f"depths={self.depths} and widths={self.widths} differ in length; give one of each a stage"

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqzoo import nn
-from eqzoo._types import typed
+from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint import SPLIT, Rule, Transform, prefixed
 from eqzoo.models._family import Family
 from eqzoo.nn._init import normal, trunc_normal
@@ -55,6 +55,7 @@ class ViTConfig:
     num_classes: int = 1000
 
     def __post_init__(self):
+        check_choices(self)
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}; "
@@ -62,8 +63,6 @@ class ViTConfig:
             )
         if self.dim % self.heads:
             raise ValueError(f"dim={self.dim} is not a multiple of heads={self.heads}; choose a divisor of dim")
-        if self.pool not in ("token", "avg"):
-            raise ValueError(f"pool={self.pool!r} is unknown; choose 'token' or 'avg'")
         if self.pool == "token" and not self.class_token:
             raise ValueError("pool='token' reads the class token, but class_token=False; use pool='avg'")
         others = (self.registers, self.pool, self.fc_norm, self.prefix_positions)

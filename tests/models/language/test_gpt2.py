@@ -305,6 +305,8 @@ def test_too_many_tokens_float_tokens_and_odd_heads_are_refused():
     model = eqx.nn.inference_mode(created(TINY))
     with pytest.raises(ValueError, match=re.escape("GPT2: 17 tokens are more than context=16; pass at most that many")):
         model(jnp.zeros(17, jnp.int32))
+    with pytest.raises(ValueError, match="GPT2: tokens is empty; pass at least one"):
+        model(jnp.zeros(0, jnp.int32))
     with pytest.raises(
         TypeError, match=r"GPT2: tokens is .* dtype float32, expected an? int array .*\.astype\(jnp\.int32\)"
     ):
