@@ -1,6 +1,8 @@
 """The model zoo of JAX and Equinox: every model a pytree, every training loop in sight."""
 
+from eqzoo import checkpoint as checkpoint
 from eqzoo import nn as nn
+from eqzoo import sharding as sharding
 from eqzoo import tree as tree
 from eqzoo._model import Frozen as Frozen
 from eqzoo._model import apply as apply

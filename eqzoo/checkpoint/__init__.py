@@ -5,6 +5,9 @@ from eqzoo.checkpoint.apply import fill as fill
 from eqzoo.checkpoint.apply import plan as plan
 from eqzoo.checkpoint.apply import unfill as unfill
 from eqzoo.checkpoint.errors import CheckpointError as CheckpointError
+from eqzoo.checkpoint.formats import Tensor as Tensor
+from eqzoo.checkpoint.formats import open_checkpoint as open_checkpoint
+from eqzoo.checkpoint.formats import write_safetensors as write_safetensors
 from eqzoo.checkpoint.rules import BATCH_NORM as BATCH_NORM
 from eqzoo.checkpoint.rules import SAME as SAME
 from eqzoo.checkpoint.rules import SPLIT as SPLIT

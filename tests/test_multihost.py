@@ -1,0 +1,73 @@
+"""Two processes of JAX's own multi-host runtime, four devices each, compute what one process with eight does."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+
+WORKER = """
+import sys
+
+import eqzoo  # starts no backend, or initialize() would fail
+import jax
+
+coordinator, processes, index = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+if processes > 1:
+    jax.distributed.initialize(coordinator, processes, index)
+
+import equinox as eqx
+import numpy as np
+import optax
+from eqzoo import sharding
+
+mesh = sharding.make_mesh(data=2, fsdp=2, model=2)
+config = eqzoo.ResNetConfig(block="basic", depths=(2,), widths=(8,), stem="deep", stem_width=4, num_classes=8)
+model, state = eqx.nn.make_with_state(eqzoo.ResNet)(config, key=jax.random.key(0))
+model, state = sharding.shard(model, mesh), sharding.shard(state, mesh)
+images, labels = np.random.default_rng(0).normal(size=(16, 16, 16, 3)).astype(np.float32), np.arange(16) % 8
+part = slice(index * 16 // processes, (index + 1) * 16 // processes)
+images, labels = sharding.shard_batch((images[part], labels[part]), mesh)
+
+
+@eqx.filter_jit
+@eqx.filter_value_and_grad(has_aux=True)
+def step(model, state, images, labels):
+    logits, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(images, state)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), state
+
+
+(loss, state), gradients = step(model, state, images, labels)
+norms = [optax.global_norm(leaf) for leaf in jax.tree.leaves((gradients, state))]
+print("RESULT", jax.process_count(), *map(float, [loss, *norms]))
+"""
+
+
+def start(processes: int, index: int, coordinator: str) -> subprocess.Popen:
+    devices = f"--xla_force_host_platform_device_count={8 // processes}"
+    return subprocess.Popen(
+        [sys.executable, "-c", WORKER, coordinator, str(processes), str(index)],
+        env=os.environ | {"XLA_FLAGS": devices, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def results(processes: int) -> list[list[float]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    workers = [start(processes, index, coordinator) for index in range(processes)]
+    outputs = [worker.communicate(timeout=300)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0] * processes, "\n".join(outputs)
+    return [[float(n) for n in out.split("RESULT", 1)[1].split("\n")[0].split()] for out in outputs]
+
+
+def test_two_hosts_compute_what_one_does():
+    (alone,) = results(1)
+    together = results(2)
+    assert (alone[0], together[0][0], together[1][0]) == (1, 2, 2)
+    np.testing.assert_array_equal(together[0], together[1])
+    np.testing.assert_allclose(together[0][1:], alone[1:], rtol=1e-5)
