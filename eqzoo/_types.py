@@ -82,4 +82,4 @@ def _remedy(name: str, value: Any, kind: str, axes: list[str]) -> str:
         return f"convert it as the model was trained, for example `{name}.astype(jnp.float32) / 255`"
     if kind == "Int" and not jnp.issubdtype(value.dtype, jnp.integer):
         return f"token ids are integers: `{name}.astype(jnp.int32)`"
-    return "pass an array of that shape"
+    return f"resize it, or create the model with `image_size={value.shape[0]}`"

@@ -1,7 +1,9 @@
-"""Train any image classifier on scikit-learn's digits, with the whole loop in sight.
+"""Train any image classifier on scikit-learn's digits, with the whole loop in sight. For example:
 
 python scripts/train_classifier.py
-python scripts/train_classifier.py --model vit_tiny_patch16_224 --options image_size 32 patch_size 4
+
+python scripts/train_classifier.py --model mlp --options image_size 32 in_channels 3
+
 python scripts/train_classifier.py --model my_package.my_module:MyNet
 """
 

@@ -30,11 +30,6 @@ def normal(key: PRNGKeyArray, shape: Sequence[int], std: float) -> Float[Array, 
     return _scaled_draw(_normal_without_factor, key, shape, std * sqrt(2))
 
 
-def trunc_normal(key: PRNGKeyArray, shape: Sequence[int], std: float) -> Float[Array, "..."]:
-    """Normal, cut off at two standard deviations before scaling."""
-    return _scaled_draw(_trunc_normal, key, shape, std)
-
-
 def _uniform(key: PRNGKeyArray) -> Float[Array, " chunk"]:
     return jax.random.uniform(key, (_CHUNK,), jnp.float32, -1.0, 1.0)
 
@@ -42,10 +37,6 @@ def _uniform(key: PRNGKeyArray) -> Float[Array, " chunk"]:
 def _normal_without_factor(key: PRNGKeyArray) -> Float[Array, " chunk"]:
     above_minus_one = np.nextafter(np.float32(-1), np.float32(0))
     return jax.lax.erf_inv(jax.random.uniform(key, (_CHUNK,), jnp.float32, above_minus_one, 1.0))
-
-
-def _trunc_normal(key: PRNGKeyArray) -> Float[Array, " chunk"]:
-    return jax.random.truncated_normal(key, -2.0, 2.0, (_CHUNK,), jnp.float32)
 
 
 @partial(jax.jit, static_argnums=0)

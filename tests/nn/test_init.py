@@ -13,7 +13,6 @@ from eqzoo.nn import _init
 INITIALISERS = {
     "uniform": lambda key, shape: _init.uniform(key, shape, 0.173),
     "normal": lambda key, shape: _init.normal(key, shape, 0.0217),
-    "trunc_normal": lambda key, shape: _init.trunc_normal(key, shape, 0.0217),
     "torch_default": lambda key, shape: _init.torch_default(key, shape, 35),
     "kaiming_fan_out": _init.kaiming_fan_out,
 }
@@ -53,13 +52,6 @@ def test_normal_has_the_quantiles_of_a_normal_distribution():
     x = _init.normal(jax.random.key(0), (1000, 1000), 0.5)
     np.testing.assert_allclose(quantiles(x), 0.5 * STANDARD_NORMAL, atol=0.01)
     assert 4.5 * 0.5 < np.max(np.abs(x)) < 6 * 0.5
-
-
-def test_trunc_normal_has_the_quantiles_of_a_normal_distribution_cut_at_two_deviations():
-    x = _init.trunc_normal(jax.random.key(0), (1000, 1000), 0.5)
-    truncated = np.array([-1.9644, -1.4722, -0.6396, 0, 0.6396, 1.4722, 1.9644])
-    np.testing.assert_allclose(quantiles(x), 0.5 * truncated, atol=0.01)
-    assert 0.999 < np.max(np.abs(x)) <= 1.0
 
 
 def test_uniform_fills_its_bounds():

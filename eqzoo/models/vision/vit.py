@@ -19,9 +19,9 @@ from eqzoo import nn
 from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint import SPLIT, Rule, Transform, prefixed
 from eqzoo.models._family import Family
-from eqzoo.nn._init import normal, trunc_normal
+from eqzoo.nn._init import normal
 
-_init = partial(trunc_normal, std=0.02)
+_init = partial(normal, std=0.02)  # timm's `trunc_normal_` cuts at +-2, a hundred deviations away
 
 
 @dataclass(frozen=True, kw_only=True)
