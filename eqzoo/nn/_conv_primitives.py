@@ -386,6 +386,7 @@ def _primitive(
 conv_p = _primitive("xwy", conv_shape, lax_conv, cpu_conv)
 conv_dx_p = _primitive("ywx", conv_dx_shape, lax_conv_dx, cpu_conv_dx)
 conv_dw_p = _primitive("xyw", conv_dw_shape, lax_conv_dw, cpu_conv_dw)
+CONVOLUTIONS = (conv_p, conv_dx_p, conv_dw_p)
 
 ad.defbilinear(
     conv_p,

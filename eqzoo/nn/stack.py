@@ -7,8 +7,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 
+from eqzoo.nn._conv_primitives import CONVOLUTIONS
 from eqzoo.nn._init import is_traced
 
 Block = TypeVar("Block")
@@ -18,9 +20,10 @@ Tree = TypeVar("Tree")
 class Stack(eqx.Module, Generic[Block]):
     """`depth` blocks of one structure, run in turn by `lax.scan`: the program stays as small as one block's.
 
-    `block` holds all layers: each of its arrays has a leading axis of length `depth`. With `remat`, the backward pass
-    recomputes each layer instead of keeping its intermediate values. `unroll` layers are laid out in each turn of the
-    loop. `scan_options` sets both on a whole model.
+    `block` holds all layers: each of its arrays has a leading axis of length `depth`. For the backward pass, each layer
+    keeps the results of its matrix products and convolutions and recomputes the rest, which takes less time than to
+    store it; with `remat` it recomputes those too and keeps nothing but its input. `unroll` layers are laid out in each
+    turn of the loop. `scan_options` sets both on a whole model.
     """
 
     block: Block
@@ -44,8 +47,7 @@ class Stack(eqx.Module, Generic[Block]):
             arrays, x = layer
             return step(eqx.combine(arrays, static), carry, x)
 
-        if self.remat:
-            body = jax.checkpoint(body, prevent_cse=False)  # pyright: ignore[reportPrivateImportUsage]
+        body = jax.checkpoint(body, prevent_cse=False, policy=None if self.remat else _is_product)
         return jax.lax.scan(body, carry, (arrays, xs), length=self.depth, unroll=self.unroll)
 
     def __call__(
@@ -61,6 +63,11 @@ class Stack(eqx.Module, Generic[Block]):
         xs = (state.substate(self.block), _layer_keys(key, self.depth))
         x, substate = self.scan(_stateful_step, x, xs)
         return x, state.update(substate)
+
+
+def _is_product(primitive: Primitive, *operands: Any, **parameters: Any) -> bool:
+    is_matmul = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return primitive in CONVOLUTIONS or is_matmul(primitive, *operands, **parameters)
 
 
 def _make_blocks(make_block: Callable[[PRNGKeyArray], Block], keys: Shaped[Array, "depth ..."]) -> Block:

@@ -304,3 +304,28 @@ def test_the_gradients_program_does_not_grow_with_depth(remat):
         return equations(jax.make_jaxpr(jax.grad(lambda a: jnp.sum(eqx.combine(a, static)(inputs()))))(arrays).jaxpr)
 
     assert count(48) == count(6)
+
+
+@pytest.mark.parametrize(("remat", "kept"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize("block", ["matmul", "convolution"])
+def test_the_backward_pass_keeps_a_layers_input_and_products_only(block, remat, kept):
+    """Of several values of one size in each layer: its input, and unless `remat`, what its product gave."""
+
+    class Squared(eqx.Module):
+        layer: nn.Linear | nn.Conv2d
+
+        def __call__(self, x, *, key=None):
+            return jnp.sin(jnp.exp(self.layer(jnp.tanh(jnp.cos(x))))) ** 2
+
+    make = {
+        "matmul": lambda key: Squared(nn.Linear(DIM, DIM, key=key)),
+        "convolution": lambda key: Squared(nn.Conv2d(DIM, DIM, 3, padding=1, key=key)),
+    }[block]
+    stack = nn.scan_options(nn.Stack(make, DEPTH, key=jax.random.key(0)), remat=remat)
+    x = jnp.ones({"matmul": (97, DIM), "convolution": (11, 13, DIM)}[block])
+    arrays, static = eqx.partition(stack, eqx.is_array)
+    backward = jax.eval_shape(
+        lambda arrays, x: jax.vjp(lambda a, x: eqx.combine(a, static)(x), arrays, x)[1], arrays, x
+    )
+    sizes = [leaf.size for leaf in jax.tree.leaves(backward)]
+    assert sizes.count(DEPTH * x.size) == kept
