@@ -304,24 +304,40 @@ def depthwise_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
 
 
 def depthwise_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
-    """One kernel row at a time: a sum of shifted products over the columns, then one over images and rows."""
-    dtype, (n, rows, columns, channels) = x.dtype, y.shape
+    """For each kernel row a sum of shifted products over the columns, then one over images and rows."""
+    dtype, (_, rows, columns, channels) = x.dtype, y.shape
+    (height, width), (down, right) = geometry.kernel, geometry.stride
     x = _pad(_widen(jnp.repeat(x, channels // x.shape[3], axis=3)), geometry.padding)
     y = _widen(y)
 
-    def kernel_row(i: Array) -> Array:
-        seen = lax.dynamic_slice_in_dim(x, i * geometry.dilation[0], geometry.last_start[0] + 1, axis=1)
-        step = (geometry.stride[0], geometry.dilation[1])
-        products = (
-            _slice(seen, (0, j * geometry.stride[1]), (rows, geometry.kernel[1]), step) * y[:, :, j : j + 1]
-            for j in range(columns)
-        )
-        partial = reduce(add, products).reshape(n * rows, geometry.kernel[1] * channels)
-        # A matmul, because XLA would fuse a plain sum with the products and compute both at a fraction of the speed.
-        return jnp.matmul(jnp.ones(n * rows, x.dtype), partial, precision="highest")
+    def seen(x: Array) -> list[Array]:
+        starts = (i * geometry.dilation[0] for i in range(height))
+        return [_slice(x, (start, 0), (rows, x.shape[2]), (down, 1)) for start in starts]
 
-    w = lax.map(kernel_row, jnp.arange(geometry.kernel[0]))
-    return w.reshape(*geometry.kernel, channels).transpose(2, 0, 1)[:, None].astype(dtype)
+    def over_columns(seen: list[Array], y: Array) -> list[Array]:
+        step = (1, geometry.dilation[1])
+        return [
+            reduce(add, (_slice(row, (0, j * right), (rows, width), step) * y[:, :, j : j + 1] for j in range(columns)))
+            for row in seen
+        ]
+
+    if down == 1:
+        partial = _in_memory(lambda x, y: over_columns(seen(x), y), x, y)
+    else:  # rows apart from each other are slow to read time and again: cut them out first
+        partial = _in_memory(over_columns, seen(x), y)
+    w = _in_memory(lambda partial, _: jnp.stack([row.sum((0, 1)) for row in partial]), partial, y)
+    return w.transpose(2, 0, 1)[:, None].astype(dtype)
+
+
+def _in_memory(function: Callable[[Any, Array], Any], x: Any, y: Array) -> Any:
+    """`function(x, y)`, its operands and its result kept as arrays.
+
+    XLA would fuse them with what comes before and after and compute them time and again. Only a branch that it can't
+    decide beforehand stops it: the other one is taken if `y` starts with infinity.
+    """
+    result = jax.eval_shape(function, x, y)
+    otherwise = lambda x, y: jax.tree.map(lambda array: jnp.full(array.shape, jnp.nan, array.dtype), result)
+    return lax.cond(jnp.sum(y[:1, :1, :1, :1]) != jnp.inf, function, otherwise, x, y)
 
 
 # CPU, grouped: neighbouring groups merge into one dense block, mostly zeros, of up to 32 channels
