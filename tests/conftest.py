@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 # Before JAX starts: sharding needs several devices; the cache spares workers and later runs each other's compilations.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -21,3 +23,7 @@ else:
     OPERATORS = torch.library.Library("torchvision", "DEF")
     OPERATORS.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     OPERATORS.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+    @pytest.fixture(autouse=True)
+    def _torch_draws_the_same_numbers_every_time():
+        torch.manual_seed(0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jaxtyping import Array, PyTree
@@ -65,14 +66,18 @@ def _make_and_rules(target: str | tuple[Family, Any]) -> tuple[Any, Mapping[str,
     return functools.partial(family.model, config), family.rules
 
 
-def assert_close(ours: Array | np.ndarray, theirs: torch.Tensor | np.ndarray, tolerance: float) -> None:
+def array(tensor: torch.Tensor) -> Array:
+    return jnp.asarray(tensor.detach().numpy())
+
+
+def assert_close(ours: Array | np.ndarray, theirs: torch.Tensor | np.ndarray, tolerance: float = 1e-5) -> None:
     """Of one shape, finite, and the largest error at most `tolerance` times the largest number of theirs."""
     theirs = theirs.detach().numpy() if isinstance(theirs, torch.Tensor) else theirs
-    ours = np.asarray(ours)
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     assert ours.shape == theirs.shape
     assert np.isfinite(theirs).all(), "upstream's own result is not finite"
-    error = np.abs(ours - theirs).max() / np.abs(theirs).max()
-    assert error <= tolerance, f"relative error {error:.2e}, above {tolerance:.0e}"
+    error, scale = np.abs(ours - theirs).max(), np.abs(theirs).max()
+    assert error <= tolerance * scale, f"relative error above {tolerance:.0e}: {error:.2e} on a scale of {scale:.2e}"
 
 
 def assert_same_gradients(gradients: PyTree, model: torch.nn.Module, rules: Rules, tolerance: float = 1e-3) -> None:

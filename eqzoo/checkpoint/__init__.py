@@ -18,4 +18,3 @@ from eqzoo.checkpoint.rules import Drop as Drop
 from eqzoo.checkpoint.rules import Rule as Rule
 from eqzoo.checkpoint.rules import Transform as Transform
 from eqzoo.checkpoint.rules import prefixed as prefixed
-from eqzoo.checkpoint.rules import reshape as reshape

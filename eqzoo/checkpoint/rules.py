@@ -40,14 +40,6 @@ TRANSPOSE_SPLIT = Transform(
 )
 
 
-def reshape(source: tuple[int, ...]) -> Transform:
-    """For a tensor that upstream stores with other axes of the same order: `source` is its shape there."""
-    return Transform(
-        lambda tensor, shapes: [tensor.reshape(shapes[0])],
-        lambda parts: parts[0].reshape(source),
-    )
-
-
 @dataclass(frozen=True)
 class Rule:
     """Source tensors whose names match `source` fill the leaf, or the leaves, that `target` names.

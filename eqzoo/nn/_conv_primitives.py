@@ -28,6 +28,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
+from eqzoo.nn._precision import at_least_float32
+
 Pair = tuple[int, int]
 Shape = tuple[int, ...]
 AXES = (0, 1)
@@ -251,10 +253,6 @@ def _pad(x: Array, padding: Sequence[Pair]) -> Array:
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((low, high, 0) for low, high in padding), (0, 0, 0)])
 
 
-def _widen(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _taps(w: Array) -> Array:
     """(c 1 kh kw) to (kh kw c). A two-dimensional transpose: XLA fuses any other into every multiply-add."""
     channels, _, height, width = w.shape
@@ -268,8 +266,8 @@ def _slice(x: Array, start: Shape, count: Shape, step: Shape) -> Array:
 
 def depthwise_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
     dtype, (rows, columns) = x.dtype, geometry.dilation
-    x = _pad(_widen(jnp.repeat(x, w.shape[0] // x.shape[3], axis=3)), geometry.padding)
-    w = _taps(_widen(w))
+    x = _pad(at_least_float32(jnp.repeat(x, w.shape[0] // x.shape[3], axis=3)), geometry.padding)
+    w = _taps(at_least_float32(w))
     products = (
         _slice(x, (i * rows, j * columns), geometry.out_size, geometry.stride) * w[i, j]
         for i in range(geometry.kernel[0])
@@ -284,10 +282,12 @@ def depthwise_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
     low = [geometry.padding[axis][0] for axis in AXES]
     squares = tuple(-(-(size[axis] + low[axis]) // stride[axis]) for axis in AXES)
     last = [reach[axis] // stride[axis] for axis in AXES]
-    y = _pad(_widen(y), [(last[axis], squares[axis] - geometry.out_size[axis]) for axis in AXES])
+    y = _pad(at_least_float32(y), [(last[axis], squares[axis] - geometry.out_size[axis]) for axis in AXES])
 
     fill = [((last[axis] + 1) * stride[axis] - reach[axis] - 1, geometry.dilation[axis] - 1) for axis in AXES]
-    w = lax.pad(_taps(_widen(w)), jnp.zeros((), y.dtype), [*((0, high, between) for high, between in fill), (0, 0, 0)])
+    w = lax.pad(
+        _taps(at_least_float32(w)), jnp.zeros((), y.dtype), [*((0, high, between) for high, between in fill), (0, 0, 0)]
+    )
     w = _split(_split(w, 1, last[1] + 1), 0, last[0] + 1)
 
     rows, columns = (
@@ -307,8 +307,8 @@ def depthwise_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
     """For each kernel row a sum of shifted products over the columns, then one over images and rows."""
     dtype, (_, rows, columns, channels) = x.dtype, y.shape
     (height, width), (down, right) = geometry.kernel, geometry.stride
-    x = _pad(_widen(jnp.repeat(x, channels // x.shape[3], axis=3)), geometry.padding)
-    y = _widen(y)
+    x = _pad(at_least_float32(jnp.repeat(x, channels // x.shape[3], axis=3)), geometry.padding)
+    y = at_least_float32(y)
 
     def seen(x: Array) -> list[Array]:
         starts = (i * geometry.dilation[0] for i in range(height))

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from eqzoo.nn._conv_primitives import Pair, Shape
+from eqzoo.nn._precision import at_least_float32
 from eqzoo.nn.conv import as_pair, same_tf_padding
 
 
@@ -89,7 +90,7 @@ def avg_pool(
     stride = window if stride is None else as_pair(stride)
     x, padding = _pad_same_tf(x, window, stride, padding, (1, 1), 0.0)
     windows = _Windows.over(x.shape[:2], window, stride, padding, (1, 1), ceil_mode)
-    total = _pad(x.astype(_float32_or_wider(x)), windows.pads, 0.0)
+    total = _pad(at_least_float32(x), windows.pads, 0.0)
     for axis in (0, 1):
         span = (windows.count[axis] - 1) * stride[axis] + 1
         taps = (lax.slice_in_dim(total, i, i + span, stride[axis], axis) for i in range(window[axis]))
@@ -105,15 +106,17 @@ def adaptive_avg_pool(
     x: Float[Array, "height width channels"], size: int | Pair
 ) -> Float[Array, "out_height out_width channels"]:
     """Means over `size` windows of nearly equal lengths, as in torch."""
-    dtype = _float32_or_wider(x)
-    rows, columns = (_averaging_matrix(n, out).astype(dtype) for n, out in zip(x.shape[:2], as_pair(size), strict=True))
-    y = jnp.einsum("ah,hwc->awc", rows, x.astype(dtype), precision="highest")
+    wide = at_least_float32(x)
+    rows, columns = (
+        _averaging_matrix(n, out).astype(wide.dtype) for n, out in zip(x.shape[:2], as_pair(size), strict=True)
+    )
+    y = jnp.einsum("ah,hwc->awc", rows, wide, precision="highest")
     return jnp.einsum("bw,awc->abc", columns, y, precision="highest").astype(x.dtype)
 
 
 def global_avg_pool(x: Float[Array, "height width channels"]) -> Float[Array, " channels"]:
     """The mean over all positions, accumulated in float32."""
-    return jnp.mean(x, axis=(0, 1), dtype=_float32_or_wider(x)).astype(x.dtype)
+    return jnp.mean(at_least_float32(x), axis=(0, 1)).astype(x.dtype)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -135,10 +138,6 @@ def _max_of_windows_jvp(windows: _Windows, primals: tuple[Array], tangents: tupl
         return reduce(add, (jnp.where(first == index, tap, 0) for index, tap in enumerate(windows.taps(tangent))))
 
     return largest, chosen(first, tangents[0])
-
-
-def _float32_or_wider(x: Array) -> jnp.dtype:
-    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _pad(x: Array, pads: tuple[Pair, ...], value: float) -> Array:

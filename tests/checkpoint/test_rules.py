@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eqzoo.checkpoint import BATCH_NORM, SAME, SPLIT, TRANSPOSE, TRANSPOSE_SPLIT, Rule, prefixed, reshape
+from eqzoo.checkpoint import BATCH_NORM, SAME, SPLIT, TRANSPOSE, TRANSPOSE_SPLIT, Rule, prefixed
 
 CASES = [
     (Rule(r"fc\.(weight|bias)", "head.{0}"), "fc.bias", ("head.bias",)),
@@ -67,7 +67,6 @@ def test_prefixed_moves_the_groups_of_a_part_behind_those_of_its_place():
         (SPLIT, [(2, 3), (4, 3), (1, 3)], (7, 3)),
         (TRANSPOSE_SPLIT, [(2, 3), (4, 3)], (3, 6)),
         (TRANSPOSE_SPLIT, [(2,), (4,)], (6,)),
-        (reshape((1, 1, 6)), [(6,)], (1, 1, 6)),
     ],
 )
 def test_a_transform_and_its_inverse(transform, shapes, source_shape):

@@ -10,18 +10,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from eqzoo import nn
+from tests.parity import array, assert_close
 
 TOKENS, KEYS, HEADS, DIM_HEAD, DIM_VALUE = 5, 7, 4, 8, 6
-
-
-def array(tensor):
-    return jnp.asarray(tensor.detach().numpy())
-
-
-def assert_close(here, there, tolerance=1e-5):
-    here, there = np.asarray(here, np.float64), np.asarray(there, np.float64)
-    assert here.shape == there.shape
-    assert np.max(np.abs(here - there)) <= tolerance * np.max(np.abs(there))
 
 
 def tensors(kv_heads=HEADS, keys=KEYS):

@@ -11,16 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from eqzoo import nn
-
-
-def array(tensor):
-    return jnp.asarray(tensor.detach().numpy())
-
-
-def assert_close(here, there, tolerance=1e-5):
-    there = np.asarray(there)
-    assert here.shape == there.shape
-    assert np.max(np.abs(np.asarray(here) - there)) <= tolerance * np.max(np.abs(there))
+from tests.parity import array, assert_close
 
 
 @pytest.mark.parametrize("use_bias", [True, False])

@@ -9,18 +9,9 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eqzoo import nn
+from tests.parity import array, assert_close
 
 DIM = 12
-
-
-def array(tensor):
-    return jnp.asarray(tensor.detach().numpy())
-
-
-def assert_close(here, there, tolerance=1e-5):
-    here, there = np.asarray(here, np.float64), np.asarray(there, np.float64)
-    assert here.shape == there.shape
-    assert np.max(np.abs(here - there)) <= tolerance * np.max(np.abs(there))
 
 
 def randomised(layer, there):

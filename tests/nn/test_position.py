@@ -11,12 +11,7 @@ from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
 from eqzoo import nn
-
-
-def assert_close(here, there, tolerance=1e-5):
-    here, there = np.asarray(here, np.float64), np.asarray(there, np.float64)
-    assert here.shape == there.shape
-    assert np.max(np.abs(here - there)) <= tolerance * np.max(np.abs(there))
+from tests.parity import assert_close
 
 
 def test_sincos_1d_is_sines_then_cosines():

@@ -9,10 +9,7 @@ import timm
 import torch
 
 from eqzoo import nn
-
-
-def array(tensor):
-    return jnp.asarray(tensor.detach().numpy())
+from tests.parity import array
 
 
 def test_layer_scale_is_timms_and_starts_at_its_init():

@@ -47,7 +47,7 @@ class ViTConfig:
     qk_norm: bool = False
     layer_scale: float | None = None
     qkv_bias: bool = True
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"] = "gelu"
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu"
     norm_eps: float = 1e-6
     dropout: float = 0.0
     attention_dropout: float = 0.0
