@@ -1,4 +1,5 @@
-"""Every Python block of README and docs runs, page by page from top to bottom; every shell command's script exists."""
+"""Every Python block of README and docs runs, page by page from top to bottom, and prints what its comments say; every
+shell command's script exists."""
 
 import re
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PRINTED = re.compile(r"^print\(.*\)  # (.+)$", re.MULTILINE)
 BLOCK = re.compile(r"(<!-- not run: .+? -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
 
 
@@ -15,11 +17,14 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
+def test_the_python_of_a_page_runs_and_prints_what_it_says(page, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "page"}
     for code in blocks(page, "python"):
         exec(compile(code, str(page), "exec"), namespace)
+        printed = capsys.readouterr().out.splitlines()
+        promised = PRINTED.findall(code)
+        assert [line for line in printed if line in promised] == promised
 
 
 def test_the_commands_name_scripts_that_exist():
