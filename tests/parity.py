@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from jaxtyping import Array, PyTree
 
-from eqzoo._model import _maker, _merge, _skeleton, _stored, fill_from
+from eqzoo._load import match_tensors, read
+from eqzoo._model import _maker, _merge, _skeleton
 from eqzoo._registry import variant
-from eqzoo.checkpoint import plan, unfill
+from eqzoo._save import _stored
+from eqzoo.checkpoint import CheckpointError, plan, unfill
 from eqzoo.checkpoint.formats import Tensor
 from eqzoo.models._family import Family
 
@@ -56,7 +58,17 @@ def from_torch(target: str | tuple[Family, Any], model: torch.nn.Module) -> tupl
     """The pair of model and state with the weights of `model`; `target` is a model's name, or a family and a config."""
     make, rules = _make_and_rules(target)
     tensors = {name: _stored(tensor.detach().numpy().copy()) for name, tensor in model.state_dict().items()}
-    return fill_from(tensors, _skeleton(make), rules, f"this {type(model).__name__}", str(target))
+    return filled(tensors, _skeleton(make), rules)
+
+
+def filled(
+    tensors: Mapping[str, Tensor], pair: tuple[Any, eqx.nn.State | None], namings: Mapping[str, Rules]
+) -> tuple[Any, eqx.nn.State]:
+    """The pair of model and state with a checkpoint's numbers; a `CheckpointError` tells how it does not fit."""
+    match = match_tensors(tensors, pair, namings)
+    if match.plan.problems:
+        raise CheckpointError(match.plan.report("the checkpoint", "the model"))
+    return read(tensors, match, [], None, None)
 
 
 def _make_and_rules(target: str | tuple[Family, Any]) -> tuple[Any, Mapping[str, Rules]]:

@@ -1,5 +1,6 @@
 """Checkpoints: file formats read without torch, and the rules that map upstream's names to a model's leaves."""
 
+from eqzoo.checkpoint import adapt as adapt
 from eqzoo.checkpoint.apply import Plan as Plan
 from eqzoo.checkpoint.apply import fill as fill
 from eqzoo.checkpoint.apply import plan as plan

@@ -4,8 +4,11 @@
 (`LONG_BINPUT` with a large index takes tens of gigabytes) and builds whatever the remaining opcodes describe.
 """
 
+import difflib
+import io
 import pickletools
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +17,17 @@ import numpy as np
 
 from .errors import CheckpointError, listing
 
-# A tensor takes about thirty opcodes. The limit bounds the time and memory that a hostile pickle can cost.
-MAX_OPCODES = 2_000_000
+# A tensor takes about thirty opcodes and 400 bytes. The limits bound the time and memory a hostile pickle can cost.
+MAX_OPCODES = 1_000_000
+MAX_PICKLE = 2**25
+MAX_DIMS = 64  # numpy's own limit
+_MAX_LINE = 1000
 
-_WRAPPERS = ("state_dict", "model", "model_state_dict", "module", "params")
+_USUAL_ENTRIES = (
+    *("state_dict", "model", "model_state_dict", "module", "params"),
+    *("state_dict_ema", "model_ema", "model_state_dict_ema", "params_ema"),
+    *("ema", "ema_state_dict", "ema_model", "ema_model_state_dict"),
+)
 
 DTYPES: Mapping[str, np.dtype] = {
     name: np.dtype(getattr(ml_dtypes, name, name))
@@ -29,17 +39,59 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 
 
-_LITERALS = (
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "LONG1",
-    "BINFLOAT",
-    "BINUNICODE",
-    "SHORT_BINUNICODE",
-    "BINSTRING",
-    "SHORT_BINSTRING",
-)
+_NAMES = {opcode.code.encode("latin-1"): opcode.name for opcode in pickletools.opcodes}
+
+
+def _number(layout: str) -> Callable[[io.BytesIO], Any]:
+    return lambda file: struct.unpack(layout, _take(file, struct.calcsize(layout)))[0]
+
+
+def _text(length: str, encoding: str) -> Callable[[io.BytesIO], str]:
+    return lambda file: _take(file, _number(length)(file)).decode(encoding, "surrogatepass")
+
+
+def _integer(file: io.BytesIO) -> int:
+    return int.from_bytes(_take(file, _number("<B")(file)), "little", signed=True)
+
+
+def _line(file: io.BytesIO) -> str:
+    line = file.readline(_MAX_LINE)
+    if not line.endswith(b"\n"):
+        raise ValueError("a name in the pickle has no end")
+    return line[:-1].decode("ascii")
+
+
+def _take(file: io.BytesIO, size: int) -> bytes:
+    taken = file.read(max(size, 0))
+    if len(taken) != size:
+        raise EOFError("the pickle ends within an argument")
+    return taken
+
+
+_LITERALS: Mapping[str, Callable[[io.BytesIO], Any]] = {
+    "BININT": _number("<i"),
+    "BININT1": _number("<B"),
+    "BININT2": _number("<H"),
+    "LONG1": _integer,
+    "BINFLOAT": _number(">d"),
+    "BINUNICODE": _text("<I", "utf-8"),
+    "SHORT_BINUNICODE": _text("<B", "utf-8"),
+    "BINSTRING": _text("<i", "latin-1"),
+    "SHORT_BINSTRING": _text("<B", "latin-1"),
+}
+
+_ARGUMENTS: Mapping[str, Callable[[io.BytesIO], Any]] = {
+    **_LITERALS,
+    "BINPUT": _number("<B"),
+    "LONG_BINPUT": _number("<I"),
+    "BINGET": _number("<B"),
+    "LONG_BINGET": _number("<I"),
+    "PROTO": _number("<B"),
+    "FRAME": _number("<Q"),
+    "GLOBAL": lambda file: f"{_line(file)}.{_line(file)}",
+    "INST": lambda file: f"{_line(file)}.{_line(file)}",
+    "PERSID": _line,
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +131,7 @@ def _tensor_v3(
         isinstance(storage, Storage)
         and isinstance(dtype, np.dtype | None)
         and type(shape) is type(strides) is tuple
+        and max(len(shape), len(strides)) <= MAX_DIMS  # a pickle can name one long tuple many times
         and all(type(number) is int for number in (offset, *shape, *strides))
     ):
         raise TypeError("a tensor is not described by a storage, an offset, a shape and strides")
@@ -159,17 +212,17 @@ def _set_item(target: Any, key: Any, value: Any) -> None:
     target[key] = value
 
 
-def unpickle(file: Any) -> tuple[Any, dict[str, Storage]]:
-    """What one pickle holds, tensors as `View`s, and the storages it names. Leaves `file` just behind the pickle."""
+def unpickle(content: bytes) -> tuple[Any, dict[str, Storage], int]:
+    """What one pickle holds, tensors as `View`s; the storages it names; and its size (more bytes may follow it)."""
+    file = io.BytesIO(content)
     storages: dict[str, Storage] = {}
     memo: dict[int, Any] = {}
     stack: list[Any] = []
     outer_stacks: list[list[Any]] = []  # MARK starts a new stack; the opcode that consumes it returns to the outer one
-    arg: Any
-    for count, (opcode, arg, _) in enumerate(pickletools.genops(file)):
+    for count, (opcode, arg) in enumerate(_opcodes(file)):
         if count == MAX_OPCODES:
             raise CheckpointError(f"is refused: its pickle has more than {MAX_OPCODES} opcodes; save fewer objects.")
-        match opcode.name:
+        match opcode:
             case "BINPUT" | "LONG_BINPUT":
                 memo[arg] = stack[-1]
             case "MEMOIZE":
@@ -181,7 +234,7 @@ def unpickle(file: Any) -> tuple[Any, dict[str, Storage]]:
             case "NONE":
                 stack.append(None)
             case "NEWTRUE" | "NEWFALSE":
-                stack.append(opcode.name == "NEWTRUE")
+                stack.append(opcode == "NEWTRUE")
             case "EMPTY_DICT":
                 stack.append({})
             case "EMPTY_LIST":
@@ -189,7 +242,7 @@ def unpickle(file: Any) -> tuple[Any, dict[str, Storage]]:
             case "EMPTY_TUPLE":
                 stack.append(())
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                length = int(opcode.name[-1])
+                length = int(opcode[-1])
                 stack[-length:] = [tuple(stack[-length:])]
             case "MARK":
                 outer_stacks.append(stack)
@@ -211,7 +264,7 @@ def unpickle(file: Any) -> tuple[Any, dict[str, Storage]]:
                 for key, value in zip(items[::2], items[1::2], strict=True):
                     _set_item(stack[-1], key, value)
             case "GLOBAL":
-                stack.append(_find_global(arg.replace(" ", ".")))
+                stack.append(_find_global(arg))
             case "STACK_GLOBAL":
                 name, module = stack.pop(), stack.pop()
                 if not type(name) is type(module) is str:
@@ -231,7 +284,7 @@ def unpickle(file: Any) -> tuple[Any, dict[str, Storage]]:
             case "PROTO" | "FRAME":
                 pass
             case "STOP":
-                return stack.pop(), storages
+                return stack.pop(), storages, file.tell()
             case other:
                 name = f" {arg[:200]!r}" if isinstance(arg, str) else ""
                 raise CheckpointError(
@@ -241,18 +294,64 @@ def unpickle(file: Any) -> tuple[Any, dict[str, Storage]]:
     raise EOFError("the pickle has no end")
 
 
-def state_dict(content: Any) -> dict[str, View]:
-    """The tensors of a file's content: a flat dictionary (scalars in it are ignored), or one under a usual key."""
+def _opcodes(file: io.BytesIO) -> Iterator[tuple[str, Any]]:
+    """Each opcode with its argument; the arguments of opcodes that no tensor needs are not read."""
+    while code := file.read(1):
+        opcode = _NAMES[code]
+        yield opcode, _ARGUMENTS[opcode](file) if opcode in _ARGUMENTS else None
+
+
+def state_dict(content: Any, entry: str | None = None) -> dict[str, View]:
+    """The tensors of a file's content: all of it if that is one state dict (scalars in it are ignored), else the one
+    under a usual key, or under the key `entry` ("a.b" for "b" within "a")."""
+    if entry is not None:
+        return _entry(content, entry)
     if views := _flat_views(content):
         return views
+    entries = _entries(content)
+    usual = [name for name in entries if name in _USUAL_ENTRIES]
+    if len(usual) == 1:
+        return entries[usual[0]]
+    if entries:
+        raise CheckpointError(f"has state dicts under {listing(list(entries))}; pass one of these as `entry`.")
     keys = list(content) if isinstance(content, dict) else []
-    wrapped = {key: views for key in _WRAPPERS if key in keys and (views := _flat_views(content[key]))}
-    if len(wrapped) != 1:
-        raise CheckpointError(
-            f"should be a dictionary of tensors, or hold exactly one under {listing(_WRAPPERS)}; "
-            f"its keys are {listing(keys)}, of which {listing(list(wrapped))} fit. Save the one you want by itself."
-        )
-    return next(iter(wrapped.values()))
+    raise CheckpointError(
+        f"should be a dictionary of tensors, or hold one; its keys are {listing(keys)}. Save the state_dict by itself."
+    )
+
+
+def _entry(content: Any, entry: str) -> dict[str, View]:
+    found = content
+    for key in [entry] if isinstance(content, dict) and entry in content else entry.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    if views := _flat_views(found):
+        return views
+    names = list(_entries(content))
+    if not names and _flat_views(content):
+        raise CheckpointError(f"is one state dict without entries; leave out entry={entry!r}.")
+    near = difflib.get_close_matches(entry, [name for name in names if len(name) < 100][:1000], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has them under {listing(names)}."
+    raise CheckpointError(f"has no state dict under entry={entry!r}; {hint}")
+
+
+def _entries(content: Any) -> dict[str, dict[str, View]]:
+    """The state dicts in a dictionary and one level below, by their dotted names; the same one twice counts once."""
+    entries: dict[str, dict[str, View]] = {}
+    seen = set()
+    level = [("", content)] if isinstance(content, dict) else []
+    for _ in range(2):
+        below = []
+        for prefix, outer in level:
+            for key, inner in outer.items():
+                if type(key) is not str or not isinstance(inner, dict) or id(inner) in seen:
+                    continue
+                seen.add(id(inner))
+                if views := _flat_views(inner):
+                    entries[prefix + key] = views
+                else:
+                    below.append((f"{prefix}{key}.", inner))
+        level = below
+    return entries
 
 
 def _flat_views(content: Any) -> dict[str, View]:

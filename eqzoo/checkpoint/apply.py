@@ -1,10 +1,11 @@
 """The strict applier: each tensor is used exactly once and each leaf filled exactly once, or a report says why not."""
 
 import difflib
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,13 @@ from eqzoo.tree import leaves_with_paths
 
 Rules = Sequence[Rule | Drop | Alias]
 Slot = tuple[str, tuple[int, ...]]
+Place = Callable[[str, jax.ShapeDtypeStruct, np.ndarray], jax.Array]
 
 _LAYER = re.compile(r"\[(\d+)\]")
+_CHUNK = 2**24  # bytes
+_ALIGNMENT = 64  # bytes; on a CPU, JAX takes memory so aligned as its own
+_MAX_COMPARED = 40_000  # pairs of names take a fraction of a second; of two sides with more, none is a misspelling
+_MAX_COMPARED_NAME = 200
 
 
 @dataclass
@@ -28,7 +34,7 @@ class Plan:
 
     moves: list[tuple[str, Rule, list[Slot]]] = field(default_factory=list)
     aliases: list[tuple[str, str]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # each a name and what it should be: "head.bias (10,)"
     unexpected: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
@@ -42,9 +48,10 @@ class Plan:
             f"{source} does not fit {model}: {len(self.missing)} missing, {len(self.unexpected)} unexpected, "
             f"{len(self.wrong)} of a wrong shape or kind"
         ]
+        absent = [line.partition(" ")[0] for line in self.missing]
         for title, names in (
-            ("missing from the file", self.missing),
-            ("unexpected in the file", self.unexpected),
+            ("missing from the file", _with_nearest(self.missing, absent, self.unexpected)),
+            ("unexpected in the file", _with_nearest(self.unexpected, self.unexpected, absent)),
             ("wrong", self.wrong),
         ):
             if names:
@@ -75,27 +82,80 @@ def plan(skeleton: PyTree, tensors: Mapping[str, Tensor], rules: Rules) -> Plan:
             for slot in targets:
                 del open_slots[slot]
             result.moves.append((name, rule, targets))
-    _name_the_missing(result, open_slots, leaves, rules)
+    result.missing = _missing(open_slots, leaves, rules)
     return result
 
 
-def fill(skeleton: PyTree, tensors: Mapping[str, Tensor], moves: Plan) -> PyTree:
-    """The skeleton with its arrays read from the checkpoint; each tensor is read once, straight into its place."""
+def fill(skeleton: PyTree, tensors: Mapping[str, Tensor], fit: Plan, place: Place | None = None) -> PyTree:
+    """The skeleton with its arrays read from the checkpoint: each number is copied once, straight into its place.
+
+    `place(path, leaf, array)` makes a leaf's JAX array of its numbers, by default on the default device. Each leaf is
+    placed before the next is read.
+    """
     leaves = dict(_array_leaves(skeleton))
-    arrays = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
-    for name, rule, slots in moves.moves:
+    parts: dict[str, list[Part]] = {path: [] for path in leaves}
+    for name, rule, slots in fit.moves:
         shapes = [_slot_leaf(leaves, slot).shape for slot in slots]
-        parts = rule.transform.forward(tensors[name].read(), shapes)
-        for (path, index), part in zip(slots, parts, strict=True):
-            arrays[path][index] = part
-    for name, of in moves.aliases:
-        if not np.array_equal(tensors[name].read(), tensors[of].read()):
+        for number, (path, index) in enumerate(slots):
+            parts[path].append(Part(tensors[name], rule, shapes, number, index))
+    for name, of in fit.aliases:
+        if not np.array_equal(tensors[name].view(), tensors[of].view()):
             raise CheckpointError(
                 f"tensor {name!r} should repeat {of!r} but holds other numbers, so its weights are not tied; "
                 f"load it into a model with a separate head"
             )
-    filled = iter([jnp.asarray(arrays[path]) for path in arrays])
-    return jax.tree.map(lambda leaf: next(filled) if _is_array(leaf) else leaf, skeleton)
+        tensors[name].release()
+        tensors[of].release()
+    place = place or place_on_default_device
+    filled = []
+    for path, leaf in leaves.items():
+        # Waiting for each transfer bounds the host's memory by one leaf.
+        filled.append(jax.block_until_ready(place(path, leaf, _read_leaf(path, leaf, parts[path]))))
+    placed = iter(filled)
+    return jax.tree.map(lambda leaf: next(placed) if _is_array(leaf) else leaf, skeleton)
+
+
+def place_on_default_device(path: str, leaf: jax.ShapeDtypeStruct, array: np.ndarray) -> jax.Array:
+    """The numbers as a JAX array; on a CPU they stay where they are, for `fill` has aligned them."""
+    return jax.device_put(array)  # jnp.asarray would compile a program that copies them
+
+
+class Part(NamedTuple):
+    """One part of what a tensor becomes by a rule, and the layer it is for (or none, of an unstacked leaf)."""
+
+    tensor: Tensor
+    rule: Rule
+    shapes: Sequence[tuple[int, ...]]
+    number: int
+    layer: tuple[int, ...]
+
+
+def _read_leaf(path: str, leaf: jax.ShapeDtypeStruct, parts: Sequence[Part]) -> np.ndarray:
+    array = _aligned(leaf.shape, np.dtype(leaf.dtype))
+    if len(parts) < len(_slots(path, leaf.shape)):  # the tensor of an optional rule isn't there
+        array[...] = 0
+    for tensor, rule, shapes, number, layer in parts:
+        _copy(rule.transform.forward(tensor.view(), shapes)[number], array[(*layer, ...)], tensor.release)
+    return array
+
+
+def _copy(source: np.ndarray, target: np.ndarray, release: Callable[[], None]) -> None:
+    """Row by row where there are many, so that the file's pages don't add up beside their copies."""
+    if source.shape != target.shape:
+        raise ValueError(f"a rule made an array of shape {source.shape} for a leaf of shape {target.shape}")
+    source, target = np.atleast_1d(source, target)
+    rows = max(1, _CHUNK // max(1, target[:1].nbytes))
+    for begin in range(0, len(target), rows):
+        target[begin : begin + rows] = source[begin : begin + rows]
+        release()
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array of yet undefined numbers in memory that JAX can take over."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return memory[begin : begin + nbytes].view(dtype).reshape(shape)
 
 
 def unfill(model: PyTree, rules: Rules) -> dict[str, np.ndarray]:
@@ -179,9 +239,9 @@ def _upstream_shape(rule: Rule, leaves: list[jax.ShapeDtypeStruct]) -> tuple[int
     return rule.transform.backward([np.empty(leaf.shape, np.int8) for leaf in leaves]).shape
 
 
-def _name_the_missing(result: Plan, open_slots: Mapping[Slot, None], leaves: Mapping[str, Any], rules: Rules) -> None:
-    """Say what is missing by its upstream name, once a tensor, each side with the nearest name of the other."""
-    absent: dict[str, str] = {}
+def _missing(open_slots: Mapping[Slot, None], leaves: Mapping[str, Any], rules: Rules) -> list[str]:
+    """What is missing by its upstream name, once a tensor."""
+    missing: dict[str, str] = {}
     for slot in open_slots:
         target = _format(slot)
         rule, source = next(
@@ -189,15 +249,17 @@ def _name_the_missing(result: Plan, open_slots: Mapping[Slot, None], leaves: Map
             (None, target),
         )
         if rule is None:
-            absent[source] = f"{source} {_slot_leaf(leaves, slot).shape}, a leaf that no rule names"
-        elif source not in absent and not rule.optional:
+            missing[source] = f"{source} {_slot_leaf(leaves, slot).shape}, a leaf that no rule names"
+        elif source not in missing and not rule.optional:
             parts = [_slot_leaf(leaves, _parse(leaf)) for leaf in rule.leaves_of(source) or ()]
-            absent[source] = f"{source} {_upstream_shape(rule, parts)}"
-    unexpected = list(result.unexpected)
-    result.missing = [line + _nearest(source, unexpected) for source, line in absent.items()]
-    result.unexpected = [name + _nearest(name, list(absent)) for name in unexpected]
+            missing[source] = f"{source} {_upstream_shape(rule, parts)}"
+    return list(missing.values())
 
 
-def _nearest(name: str, others: list[str]) -> str:
-    near = difflib.get_close_matches(name, others, n=1, cutoff=0.8)
-    return f" (near {near[0]})" if near else ""
+def _with_nearest(lines: Sequence[str], names: Sequence[str], others: Sequence[str]) -> Sequence[str]:
+    """The lines, each with the nearest of the other side's names where one is near."""
+    others = [name for name in others if len(name) <= _MAX_COMPARED_NAME]
+    if len(names) * len(others) > _MAX_COMPARED:
+        return lines
+    near = [difflib.get_close_matches(name[:_MAX_COMPARED_NAME], others, n=1, cutoff=0.8) for name in names]
+    return [f"{line} (near {found[0]})" if found else line for line, found in zip(lines, near, strict=True)]

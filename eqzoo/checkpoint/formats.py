@@ -6,21 +6,24 @@ allocated, and nothing it contains is executed.
 
 import difflib
 import io
+import itertools
 import json
 import math
 import mmap
 import os
 import struct
+import sys
 import uuid
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Shaped
 
-from ._torch_pickle import DTYPES, View, state_dict, unpickle
+from ._torch_pickle import DTYPES, MAX_DIMS, MAX_PICKLE, View, state_dict, unpickle
 from .errors import CheckpointError, listing
 
 _SAFETENSORS_DTYPES = (
@@ -32,27 +35,38 @@ _SAFETENSORS_DTYPES = (
 _ENDINGS = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 _PREFIXES = ("module.", "_orig_mod.")  # left by DataParallel and torch.compile
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
-_MAX_DIMS = 64  # numpy's own limit
 _MAX_NPY_HEADER = 16_384
+_MAX_JSON = 2**25  # a safetensors header or an index: parsed, JSON takes twenty times its size in memory
+_MAX_NAME = 255  # what file systems allow, in bytes
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor still in its file. Each `read()` returns a new, contiguous, writable copy."""
+    """A tensor still in its file.
+
+    `view()` is the tensor where it lies: read-only, strided, and paid for only when its numbers are used. `release()`
+    gives back the memory that these took; they can be used again.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    read: Callable[[], Shaped[np.ndarray, "..."]]
+    view: Callable[[], Shaped[np.ndarray, "..."]]
+    release: Callable[[], None] = lambda: None
+
+    def read(self) -> Shaped[np.ndarray, "..."]:
+        """A new, contiguous, writable copy."""
+        return np.array(self.view(), order="C")
 
 
-def open_checkpoint(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
+def open_checkpoint(path: str | os.PathLike, entry: str | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a checkpoint file or folder by name, and its text metadata (empty unless it is a `.safetensors`).
 
     No tensor is read yet. In a torch file, scalars beside the tensors are ignored, a state dict under one of the usual
-    keys ("state_dict", "model", ...) is unwrapped, and prefixes that wrappers gave to all names are removed.
+    keys ("state_dict", "model", "ema", ...) is unwrapped, and prefixes that wrappers gave to all names are removed.
+    Where a torch file holds several state dicts, `entry` says under which key ("a.b" for "b" within "a").
     """
     path = Path(path)
-    tensors, metadata = _open_folder(path) if path.is_dir() else _open_file(path)
+    tensors, metadata = _open_folder(path, entry) if path.is_dir() else _open_file(path, entry)
     while prefix := next((p for p in _PREFIXES if tensors and all(name.startswith(p) for name in tensors)), None):
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return tensors, metadata
@@ -81,12 +95,13 @@ def write_safetensors(
         temporary.unlink(missing_ok=True)
 
 
-def _open_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _open_folder(folder: Path, entry: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
     for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / name).exists():
-            return _open_shards(folder / name) if name.endswith(".json") else _open_file(folder / name)
+            open_it = _open_shards if name.endswith(".json") else _open_file
+            return open_it(folder / name, entry)
     if (folder / "pytorch_model.bin").exists():
-        return _open_file(folder / "pytorch_model.bin")
+        return _open_file(folder / "pytorch_model.bin", entry)
     names = sorted(entry.name for entry in folder.iterdir())
     checkpoints = [name for name in names if name.endswith(_ENDINGS)]
     if len(checkpoints) != 1:
@@ -94,23 +109,29 @@ def _open_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{folder} should hold model.safetensors, pytorch_model.bin, the index of either, or exactly one file "
             f"ending in {', '.join(_ENDINGS)}; it holds {listing(names)}. Give the file's own path."
         )
-    return _open_file(folder / checkpoints[0])
+    return _open_file(folder / checkpoints[0], entry)
 
 
-def _open_shards(index: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _open_shards(index: Path, entry: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    if index.stat().st_size > _MAX_JSON:
+        raise CheckpointError(f"{index} is refused: an index takes at most {_MAX_JSON} bytes; download it again.")
     try:
-        shard_of = json.loads(index.read_bytes())["weight_map"]
-        # A hub cache links its files to elsewhere, so it is the name, not where it leads, that must stay in the folder.
-        if not all(Path(shard).name == shard and shard not in ("", "..") for shard in shard_of.values()):
-            raise CheckpointError(f"{index} is refused: it names a shard outside its own folder; download it again.")
+        names_of: dict[str, list[str]] = {}
+        for name, shard in json.loads(index.read_bytes())["weight_map"].items():
+            # A hub cache links its files to elsewhere, so it is the name, not where it leads, that must stay here.
+            if Path(shard).name != shard or shard in ("", "..") or len(os.fsencode(shard)) > _MAX_NAME:
+                raise CheckpointError(
+                    f"{index} is refused: it names a shard outside its own folder; download it again."
+                )
+            names_of.setdefault(shard, []).append(name)
     except CheckpointError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise _corrupt(index, 'a "weight_map" from tensor names to file names was expected', error) from error
     tensors, metadata = {}, {}
-    for shard in sorted(set(shard_of.values())):
-        shard_tensors, shard_metadata = _open_file(index.parent / shard)
-        missing = [name for name in shard_of if shard_of[name] == shard and name not in shard_tensors]
+    for shard, names in sorted(names_of.items()):
+        shard_tensors, shard_metadata = _open_file(index.parent / shard, entry)
+        missing = [name for name in names if name not in shard_tensors]
         repeated = [name for name in shard_tensors if name in tensors]
         if missing or repeated:
             raise CheckpointError(
@@ -122,7 +143,7 @@ def _open_shards(index: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _open_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _open_file(path: Path, entry: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not path.is_file():
         near = difflib.get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "check the path."
@@ -144,68 +165,91 @@ def _open_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             "download it again, or save it in one of these formats."
         )
     try:
-        return reader(file, path)
+        return reader(file, path, entry)
     except CheckpointError as error:
         raise CheckpointError(f"{path} {error}") from error
     except Exception as error:  # whatever a parser trips over in bytes that were never meant for it
         raise _corrupt(path, f"{reader.__doc__} was expected", error) from error
 
 
-def _read_safetensors(file: mmap.mmap, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read_safetensors(file: mmap.mmap, path: Path, entry: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """a complete .safetensors file"""
     from safetensors import safe_open
 
+    _expect_no_entry(entry)
+    (header_size,) = struct.unpack("<Q", file[:8])
+    if header_size > _MAX_JSON:
+        raise CheckpointError(f"is refused: its header takes {header_size} bytes, of at most {_MAX_JSON}.")
     # The library checks the header strictly, but its numpy side knows neither bfloat16 nor float8.
     with safe_open(path, framework="numpy"):
-        (header_size,) = struct.unpack("<Q", file[:8])
+        pass
     header = json.loads(file[8 : 8 + header_size])
     metadata = header.pop("__metadata__", None) or {}
     tensors = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in _SAFETENSORS_DTYPES:
-            raise CheckpointError(f"stores {name!r} as {entry['dtype']}, which numpy cannot hold; convert it first.")
-        begin, end = entry["data_offsets"]
-        dtype, shape = DTYPES[_SAFETENSORS_DTYPES[entry["dtype"]]], tuple(entry["shape"])
+    for name, said in header.items():
+        if said["dtype"] not in _SAFETENSORS_DTYPES:
+            raise CheckpointError(f"stores {name!r} as {said['dtype']}, which numpy cannot hold; convert it first.")
+        begin, end = said["data_offsets"]
+        dtype, shape = DTYPES[_SAFETENSORS_DTYPES[said["dtype"]]], tuple(said["shape"])
         tensors[name] = _tensor(file, 8 + header_size + begin, end - begin, dtype, shape, _contiguous(shape))
     return tensors, metadata
 
 
-def _read_zip(file: mmap.mmap, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read_zip(file: mmap.mmap, path: Path, entry: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """a complete zip archive written by torch.save or numpy.savez"""
     with zipfile.ZipFile(path) as archive:
         entries = {info.filename: info for info in archive.infolist()}
+        if len(entries) < len(archive.infolist()):
+            raise CheckpointError("is a zip archive with two entries of one name; save it with torch or numpy.")
     pickles = [name for name in entries if name.split("/")[1:] == ["data.pkl"]]
-    if not pickles and entries and all(name.endswith(".npy") for name in entries):
-        return {name.removesuffix(".npy"): _npy_tensor(file, info) for name, info in entries.items()}, {}
-    if len(pickles) != 1:
+    is_npz = not pickles and entries and all(name.endswith(".npy") for name in entries)
+    if len(pickles) != 1 and not is_npz:
         raise CheckpointError(f"is a zip archive of neither torch nor numpy: it holds {listing(list(entries))}.")
-    root = pickles[0].removesuffix("data.pkl")
+    root = pickles[0].removesuffix("data.pkl") if pickles else ""
     if root + "constants.pkl" in entries:
         raise CheckpointError("is a TorchScript program, not a checkpoint; save the state_dict of its model instead.")
-    if root + "byteorder" in entries and _zip_bytes(file, entries[root + "byteorder"]) != b"little":
+    spans = _zip_spans(file, entries)
+    if is_npz:
+        _expect_no_entry(entry)
+        return {name.removesuffix(".npy"): _npy_tensor(file, name, *spans[name]) for name in entries}, {}
+    if root + "byteorder" in entries and _bytes(file, *spans[root + "byteorder"]) != b"little":
         raise CheckpointError("was saved by a big-endian machine; save it on a little-endian one.")
-    content, _ = unpickle(io.BytesIO(_zip_bytes(file, entries[pickles[0]])))
-    views = state_dict(content)
-    spans = {view.storage.key: _zip_span(file, entries[f"{root}data/{view.storage.key}"]) for view in views.values()}
-    return {name: _torch_tensor(file, view, *spans[view.storage.key]) for name, view in views.items()}, {}
+    begin, nbytes = spans[pickles[0]]
+    if nbytes > MAX_PICKLE:
+        raise CheckpointError(f"is refused: its pickle takes {nbytes} bytes, of at most {MAX_PICKLE}.")
+    content, _, _ = unpickle(file[begin : begin + nbytes])
+    views = state_dict(content, entry)
+    return {
+        name: _torch_tensor(file, view, *spans[f"{root}data/{view.storage.key}"]) for name, view in views.items()
+    }, {}
 
 
-def _read_legacy(file: mmap.mmap, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read_legacy(file: mmap.mmap, path: Path, entry: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """a complete torch file in the layout of torch before 1.6"""
-    _magic, _version, (system, _) = unpickle(file), unpickle(file), unpickle(file)
+    position, pickles = 0, []
+    for _ in range(5):
+        content, storages, size = unpickle(file[position : position + MAX_PICKLE])
+        pickles.append((content, storages))
+        position += size
+    _magic, _version, (system, _), (content, storages), (keys, _) = pickles
     if not system["little_endian"]:
         raise CheckpointError("was saved by a big-endian machine; save it on a little-endian one.")
-    content, storages = unpickle(file)
-    keys, _ = unpickle(file)
     spans = {}
     for key in keys:
         if type(key) is not str:  # hashing anything else may recurse without end
             raise TypeError("a storage's key is not a string")
-        (size,) = struct.unpack("<q", file.read(8))
-        spans[key] = file.tell(), size * storages[key].dtype.itemsize
-        file.seek(sum(spans[key]))
-    views = state_dict(content)
+        (size,) = struct.unpack("<q", file[position : position + 8])
+        if size < 0:
+            raise ValueError("a storage has a negative size")
+        spans[key] = position + 8, size * storages[key].dtype.itemsize
+        position = sum(spans[key])
+    views = state_dict(content, entry)
     return {name: _torch_tensor(file, view, *spans[view.storage.key]) for name, view in views.items()}, {}
+
+
+def _expect_no_entry(entry: str | None) -> None:
+    if entry is not None:
+        raise CheckpointError(f"is no torch file, and only those have entries; leave out entry={entry!r}.")
 
 
 def _torch_tensor(file: mmap.mmap, view: View, begin: int, nbytes: int) -> Tensor:
@@ -224,7 +268,7 @@ def _tensor(
     offset: int = 0,
 ) -> Tensor:
     """A tensor within `file[begin : begin + nbytes]`; strides and offset count elements."""
-    if len(shape) > _MAX_DIMS or min((offset, *shape, *strides)) < 0:
+    if len(shape) > MAX_DIMS or min((offset, *shape, *strides)) < 0:
         raise ValueError("a tensor's shape and strides are not possible")
     if not 0 <= begin <= begin + nbytes <= len(file):
         raise ValueError("a tensor's storage reaches beyond the end of the file")
@@ -235,34 +279,47 @@ def _tensor(
     if size * dtype.itemsize > len(file):
         raise CheckpointError(f"holds a tensor of shape {shape}, larger than the file; save it without expanding it.")
     if not size:
-        return Tensor(shape, dtype, np.empty(shape, dtype).copy)
+        empty = np.empty(shape, dtype)
+        return Tensor(shape, dtype, lambda: empty)
     byte_strides = tuple(stride * dtype.itemsize for stride in strides)
     view = np.ndarray(shape, dtype, file, begin + offset * dtype.itemsize, byte_strides)
-    return Tensor(shape, dtype, view.copy)
+    return Tensor(shape, dtype, lambda: view, partial(_release, file, begin, nbytes))
 
 
-def _npy_tensor(file: mmap.mmap, info: zipfile.ZipInfo) -> Tensor:
-    begin, nbytes = _zip_span(file, info)
+def _release(file: mmap.mmap, begin: int, nbytes: int) -> None:
+    if sys.platform == "linux":
+        start = begin - begin % mmap.PAGESIZE
+        file.madvise(mmap.MADV_DONTNEED, start, begin + nbytes - start)
+
+
+def _npy_tensor(file: mmap.mmap, name: str, begin: int, nbytes: int) -> Tensor:
     stream = io.BytesIO(file[begin : begin + min(nbytes, _MAX_NPY_HEADER)])
     read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     shape, fortran_order, dtype = read_header[np.lib.format.read_magic(stream)](stream)
     if dtype not in DTYPES.values():
-        raise CheckpointError(f"stores {info.filename!r} as {dtype}, which is no number of this machine; convert it.")
+        raise CheckpointError(f"stores {name!r} as {dtype}, which is no number of this machine; convert it.")
     strides = _contiguous(shape[::-1])[::-1] if fortran_order else _contiguous(shape)
     return _tensor(file, begin + stream.tell(), nbytes - stream.tell(), dtype, shape, strides)
 
 
-def _zip_span(file: mmap.mmap, info: zipfile.ZipInfo) -> tuple[int, int]:
-    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-        raise CheckpointError("is compressed or encrypted; save it with torch.save or numpy.savez.")
-    signature, name_size, extra_size = struct.unpack("<4s22xHH", file[info.header_offset : info.header_offset + 30])
-    if signature != b"PK\x03\x04" or info.file_size != info.compress_size:
-        raise ValueError("an entry of the archive is not where its directory says")
-    return info.header_offset + 30 + name_size + extra_size, info.file_size
+def _zip_spans(file: mmap.mmap, entries: Mapping[str, zipfile.ZipInfo]) -> dict[str, tuple[int, int]]:
+    """Where each entry of an archive begins and how many bytes it has; no byte may belong to two."""
+    spans = {}
+    for name, info in entries.items():
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise CheckpointError("is compressed or encrypted; save it with torch.save or numpy.savez.")
+        signature, name_size, extra_size = struct.unpack("<4s22xHH", file[info.header_offset : info.header_offset + 30])
+        if signature != b"PK\x03\x04" or info.file_size != info.compress_size:
+            raise ValueError("an entry of the archive is not where its directory says")
+        spans[name] = info.header_offset + 30 + name_size + extra_size, info.file_size
+    in_order = sorted(entries, key=lambda name: entries[name].header_offset)
+    for name, following in itertools.pairwise(in_order):
+        if sum(spans[name]) > entries[following].header_offset:
+            raise ValueError("two entries of the archive overlap")
+    return spans
 
 
-def _zip_bytes(file: mmap.mmap, info: zipfile.ZipInfo) -> bytes:
-    begin, nbytes = _zip_span(file, info)
+def _bytes(file: mmap.mmap, begin: int, nbytes: int) -> bytes:
     return file[begin : begin + nbytes]
 
 

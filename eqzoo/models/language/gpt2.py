@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from eqzoo import nn
 from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint import TRANSPOSE, TRANSPOSE_SPLIT, Alias, Drop, Rule, prefixed
-from eqzoo.models._family import Family
+from eqzoo.models._family import Family, Option, Options, Upstream
 from eqzoo.nn._init import normal
 
 _STD = 0.02
@@ -212,6 +212,31 @@ TRANSFORMERS = (
 )
 TRANSFORMERS_BODY = (*_BODY, _HEAD, Alias(r"lm_head\.weight", "wte.weight"), _MASKS)
 
+OPTIONS = Options(
+    {
+        "vocab_size": "vocab",
+        "n_positions": "context",
+        "n_embd": "dim",
+        "n_layer": "depth",
+        "n_head": "heads",
+        "n_inner": "hidden",
+        "activation_function": Option(
+            "activation",
+            {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu"}
+            | {"relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh"},
+        ),
+        "layer_norm_epsilon": "norm_eps",
+        "scale_attn_weights": "scale_by_width",
+        "scale_attn_by_inverse_layer_idx": "scale_by_layer",
+        "tie_word_embeddings": "tied_head",
+        "embd_pdrop": "embedding_dropout",
+        "attn_pdrop": "attention_dropout",
+        "resid_pdrop": "residual_dropout",
+    },
+    fixed={"add_cross_attention": False},
+    lenient=True,
+)
+
 SHARDING = (
     # By columns: the vocabulary's size has no useful divisor.
     (r"embedding\.weight", P(None, ("model", "fsdp"))),
@@ -229,6 +254,12 @@ FAMILY = Family(
     GPT2,
     GPT2Config,
     VARIANTS,
-    rules={"transformers": TRANSFORMERS, "transformers_body": TRANSFORMERS_BODY},
+    upstreams={
+        "transformers": Upstream(
+            TRANSFORMERS, OPTIONS, names=("*",), model_type="gpt2", architecture="GPT2LMHeadModel", base="gpt2"
+        ),
+        "transformers_body": Upstream(TRANSFORMERS_BODY),
+    },
     sharding=SHARDING,
+    adapters={},
 )

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqzoo import nn
 from eqzoo._types import check_choices, typed
+from eqzoo.checkpoint import adapt
 from eqzoo.models._family import Family
 
 
@@ -106,4 +107,4 @@ SHARDING = (
     (r"head\.weight", P("model", "fsdp")),
 )
 
-FAMILY = Family(MLP, MLPConfig, VARIANTS, rules={}, sharding=SHARDING)
+FAMILY = Family(MLP, MLPConfig, VARIANTS, upstreams={}, sharding=SHARDING, adapters={"num_classes": adapt.new_head})

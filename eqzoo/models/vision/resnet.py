@@ -1,8 +1,9 @@
 """ResNet (He et al., 2015, arXiv 1512.03385) and its descendants: ResNeXt (1611.05431), Wide ResNet (1605.07146),
 SE-ResNet (1709.01507), and the "bag of tricks" variants C, D, S and T (1812.01187).
 
-Upstream: torchvision `resnet.py` and timm `resnet.py`, which agree wherever both have a variant. The stride of a
-bottleneck sits on its 3x3 convolution. Deviations: none.
+Upstream: torchvision `resnet.py` and timm `resnet.py`, which agree wherever both have a variant; transformers'
+`ResNetForImageClassification` and `ResNetModel`. The stride of a bottleneck sits on its 3x3 convolution. Deviations:
+none.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqzoo import nn
 from eqzoo._types import check_choices, typed
-from eqzoo.checkpoint import BATCH_NORM, Rule, prefixed
-from eqzoo.models._family import Family
+from eqzoo.checkpoint import BATCH_NORM, Rule, adapt, prefixed
+from eqzoo.models._family import Family, Option, Options, Upstream, count_labels
 from eqzoo.nn._init import kaiming_fan_out
 
 
@@ -373,9 +374,101 @@ TIMM = (
     Rule(r"fc\.(weight|bias)", "head.{0}"),
 )
 
+_TRANSFORMERS_BLOCK = (
+    Rule(r"layer\.(\d)\.convolution\.weight", "convs.{0}.conv.weight"),
+    *prefixed(r"layer\.(\d)\.normalization\.", "convs.{0}.norm.", BATCH_NORM),
+    Rule(r"shortcut\.convolution\.weight", "shortcut.conv.weight"),
+    *prefixed(r"shortcut\.normalization\.", "shortcut.norm.", BATCH_NORM),
+)
+
+TRANSFORMERS_BODY = (
+    Rule(r"embedder\.embedder\.convolution\.weight", "stem.conv.conv.weight"),
+    *prefixed(r"embedder\.embedder\.normalization\.", "stem.conv.norm.", BATCH_NORM),
+    *prefixed(r"encoder\.stages\.(\d)\.layers\.0\.", "stages.{0}.first.", _TRANSFORMERS_BLOCK),
+    *prefixed(r"encoder\.stages\.(\d)\.layers\.(\d+)\.", "stages.{0}.rest[{1-1}].", _TRANSFORMERS_BLOCK),
+)
+TRANSFORMERS = (*prefixed(r"resnet\.", "", TRANSFORMERS_BODY), Rule(r"classifier\.1\.(weight|bias)", "head.{0}"))
+
+TIMM_OPTIONS = Options(
+    {
+        "layers": "depths",
+        "channels": "widths",
+        "cardinality": "cardinality",
+        "base_width": "base_width",
+        "stem_type": Option("stem", {"": "conv7", "deep": "deep", "deep_tiered": "tiered"}),
+        "stem_width": "stem_width",
+        "avg_down": Option("shortcut", {False: "conv", True: "pool"}),
+        "in_chans": "in_channels",
+        "num_classes": "num_classes",
+    },
+    fixed={"global_pool": "avg", "output_stride": 32, "replace_stem_pool": False, "down_kernel_size": 1},
+    ignored=(r"drop_(path_|block_)?rate", "zero_init_last"),
+)
+
+
+def _prepare_transformers(options: dict[str, Any]) -> dict[str, Any]:
+    """transformers states how many channels a stage puts out."""
+    options = {"layer_type": "bottleneck", "hidden_sizes": [256, 512, 1024, 2048], **options}
+    options = count_labels(options, classifier="ResNetForImageClassification", body="ResNetModel")
+    sizes = options["hidden_sizes"]
+    if options["layer_type"] == "bottleneck":
+        if any(size % 4 for size in sizes):
+            raise ValueError(f"hidden_sizes={sizes} of a bottleneck are not supported; eqzoo has multiples of 4")
+        sizes = [size // 4 for size in sizes]
+    return {**options, "widths": sizes}
+
+
+def _restore_transformers(options: dict[str, Any]) -> dict[str, Any]:
+    expansion = 4 if options["layer_type"] == "bottleneck" else 1
+    return {**options, "hidden_sizes": [expansion * width for width in options.pop("widths")]}
+
+
+TRANSFORMERS_OPTIONS = Options(
+    {
+        "layer_type": Option("block", {"basic": "basic", "bottleneck": "bottleneck"}),
+        "depths": "depths",
+        "widths": "widths",
+        "num_channels": "in_channels",
+        "num_labels": "num_classes",
+    },
+    fixed={
+        "embedding_size": 64,
+        "hidden_act": "relu",
+        "downsample_in_first_stage": False,
+        "downsample_in_bottleneck": False,
+    },
+    lenient=True,
+    prepare=_prepare_transformers,
+    restore=_restore_transformers,
+)
+
 SHARDING = (
     (r".*conv\.weight", P("model", "fsdp")),
     (r"head\.weight", P("model", "fsdp")),
 )
 
-FAMILY = Family(ResNet, ResNetConfig, VARIANTS, rules={"torchvision": TIMM, "timm": TIMM}, sharding=SHARDING)
+_IN_TORCHVISION = (
+    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
+    *("resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d", "wide_resnet50_2", "wide_resnet101_2"),
+)
+
+FAMILY = Family(
+    ResNet,
+    ResNetConfig,
+    VARIANTS,
+    upstreams={
+        "torchvision": Upstream(TIMM, names=_IN_TORCHVISION),
+        "timm": Upstream(TIMM, TIMM_OPTIONS, names=("*",)),
+        "transformers": Upstream(
+            TRANSFORMERS,
+            TRANSFORMERS_OPTIONS,
+            names=("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
+            model_type="resnet",
+            architecture="ResNetForImageClassification",
+            base="resnet50",
+        ),
+        "transformers_body": Upstream(TRANSFORMERS_BODY),
+    },
+    sharding=SHARDING,
+    adapters={"num_classes": adapt.new_head, "in_channels": adapt.mix_channels},
+)

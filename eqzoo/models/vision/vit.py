@@ -1,24 +1,29 @@
 """Vision Transformer (Dosovitskiy et al., 2020, arXiv 2010.11929), and the models that share its mathematics: DeiT
 (2012.12877), DeiT-3 (2204.07118), registers (2309.16588), and the image towers of CLIP, SigLIP (averaged) and DINOv2.
 
-Upstream: torchvision `vision_transformer.py`, timm `vision_transformer.py` and `deit.py`. Deviations: a distilled model
-always averages its two heads; one `dropout` rate serves the positions and both layers of each block.
+Upstream: torchvision `vision_transformer.py`, timm `vision_transformer.py` and `deit.py`; transformers'
+`ViTForImageClassification`, `DeiTForImageClassificationWithTeacher`, `Dinov2Model` and `Dinov2WithRegistersModel`.
+Deviations: a distilled model always averages its two heads; one `dropout` rate serves the positions and both layers of
+each block; positions are resampled to another image size with antialiasing, as in timm (transformers does so only for
+DINOv2 with registers).
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf, nextafter
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqzoo import nn
 from eqzoo._types import check_choices, typed
-from eqzoo.checkpoint import SPLIT, Rule, Transform, prefixed
-from eqzoo.models._family import Family
+from eqzoo.checkpoint import SPLIT, Drop, Rule, Transform, adapt, prefixed
+from eqzoo.models._family import Family, Option, Options, Upstream, count_labels
 from eqzoo.nn._init import normal
 
 _init = partial(normal, std=0.02)  # timm's `trunc_normal_` cuts at +-2, a hundred deviations away
@@ -26,9 +31,9 @@ _init = partial(normal, std=0.02)  # timm's `trunc_normal_` cuts at +-2, a hundr
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
-    """`prefix_positions` gives the class, distillation and register tokens positions too. `fc_norm` normalises after
-    pooling instead of before. `pre_norm` normalises the tokens before the first block. `layer_scale` is the value that
-    layer scales start from, or None for a model without them."""
+    """`prefix_positions` gives the class, distillation and register tokens positions too, the last only with
+    `register_positions`. `fc_norm` normalises after pooling instead of before. `pre_norm` normalises the tokens before
+    the first block. `layer_scale` is the value that layer scales start from, or None for a model without them."""
 
     dim: int
     depth: int
@@ -41,6 +46,7 @@ class ViTConfig:
     distilled: bool = False
     registers: int = 0
     prefix_positions: bool = True
+    register_positions: bool = True
     pool: Literal["token", "avg"] = "token"
     fc_norm: bool = False
     pre_norm: bool = False
@@ -76,6 +82,11 @@ class ViTConfig:
     def prefix(self) -> int:
         """How many tokens come before the image's."""
         return self.class_token + self.distilled + self.registers
+
+    @property
+    def positioned_prefix(self) -> int:
+        """How many of these have positions."""
+        return self.prefix_positions * (self.prefix - (not self.register_positions) * self.registers)
 
 
 class Block(eqx.Module):
@@ -160,7 +171,7 @@ class ViT(eqx.Module):
         self.class_token = normal(key_class, (1, dim), 1e-6) if config.class_token else None
         self.distillation_token = _init(key_dist, (1, dim)) if config.distilled else None
         self.registers = normal(key_registers, (config.registers, dim), 1e-6) if config.registers else None
-        positions = (config.image_size // config.patch_size) ** 2 + config.prefix_positions * config.prefix
+        positions = (config.image_size // config.patch_size) ** 2 + config.positioned_prefix
         self.positions = _init(key_positions, (positions, dim))
         self.dropout = nn.Dropout(config.dropout)
         norm = partial(nn.LayerNorm, dim, eps=config.norm_eps)
@@ -201,10 +212,10 @@ class ViT(eqx.Module):
         key_dropout, key_blocks = nn.split_key(key, 2)
         tokens = self.patch_embed(x)
         prefix = [each for each in (self.class_token, self.distillation_token, self.registers) if each is not None]
-        if self.config.prefix_positions:
-            tokens = jnp.concatenate([*prefix, tokens]) + self.positions
-        else:
-            tokens = jnp.concatenate([*prefix, tokens + self.positions])
+        positioned, bare = self.config.positioned_prefix, self.config.prefix - self.config.positioned_prefix
+        none = jnp.zeros((bare, self.config.dim), self.positions.dtype)
+        positions = jnp.concatenate([self.positions[:positioned], none, self.positions[positioned:]])
+        tokens = jnp.concatenate([*prefix, tokens]) + positions
         tokens = self.dropout(tokens, key=key_dropout)
         tokens = tokens if self.pre_norm is None else self.pre_norm(tokens)
         tokens = self.blocks(tokens, each=jnp.linspace(0.0, 1.0, self.config.depth), key=key_blocks)
@@ -335,6 +346,194 @@ TIMM = (
     Rule(r"head_dist\.(weight|bias)", "distillation_head.{0}"),
 )
 
+# What transformers writes, and what it has in memory since its version 5.
+_TRANSFORMERS_ATTENTION = (
+    Rule(r"attention\.attention\.(query|key|value)\.(weight|bias)", "attention.{0}.{1}"),
+    Rule(r"attention\.output\.dense\.(weight|bias)", "attention.out.{0}"),
+    Rule(r"attention\.q_proj\.(weight|bias)", "attention.query.{0}"),
+    Rule(r"attention\.k_proj\.(weight|bias)", "attention.key.{0}"),
+    Rule(r"attention\.v_proj\.(weight|bias)", "attention.value.{0}"),
+    Rule(r"attention\.o_proj\.(weight|bias)", "attention.out.{0}"),
+)
+
+_TRANSFORMERS_BLOCK = (
+    *_TRANSFORMERS_ATTENTION,
+    Rule(r"layernorm_before\.(weight|bias)", "norm1.{0}"),
+    Rule(r"layernorm_after\.(weight|bias)", "norm2.{0}"),
+    Rule(r"intermediate\.dense\.(weight|bias)", "mlp.fc1.{0}"),
+    Rule(r"output\.dense\.(weight|bias)", "mlp.fc2.{0}"),
+    Rule(r"mlp\.fc(\d)\.(weight|bias)", "mlp.fc{0}.{1}"),
+)
+
+_DINOV2_BLOCK = (
+    *_TRANSFORMERS_ATTENTION,
+    Rule(r"norm(\d)\.(weight|bias)", "norm{0}.{1}"),
+    Rule(r"layer_scale(\d)\.lambda1", "scale{0}.weight"),
+    Rule(r"mlp\.fc(\d)\.(weight|bias)", "mlp.fc{0}.{1}"),
+)
+
+_TRANSFORMERS_ENDS = (
+    Rule(r"embeddings\.patch_embeddings\.projection\.(weight|bias)", "patch_embed.conv.{0}"),
+    Rule(r"embeddings\.cls_token", "class_token", UNBATCH),
+    Rule(r"embeddings\.distillation_token", "distillation_token", UNBATCH),
+    Rule(r"embeddings\.register_tokens", "registers", UNBATCH),
+    Rule(r"embeddings\.position_embeddings", "positions", UNBATCH),
+    Rule(r"layernorm\.(weight|bias)", "norm.{0}"),
+)
+
+_TRANSFORMERS = (
+    *_TRANSFORMERS_ENDS,
+    *prefixed(r"encoder\.layer\.(\d+)\.", "blocks[{0}].", _TRANSFORMERS_BLOCK),
+    *prefixed(r"layers\.(\d+)\.", "blocks[{0}].", _TRANSFORMERS_BLOCK),
+)
+
+# The mask token stands for patches that pretraining hides. The pooler is one more layer on the class token that neither
+# a classifier nor DINOv2 has.
+_UNUSED = Drop(r"(\w+\.)?(embeddings\.mask_token|pooler\.dense\.(weight|bias))")
+
+TRANSFORMERS_VIT = (
+    *prefixed(r"vit\.", "", _TRANSFORMERS),
+    Rule(r"classifier\.(weight|bias)", "head.{0}"),
+    _UNUSED,
+)
+TRANSFORMERS_DEIT = (
+    *prefixed(r"deit\.", "", _TRANSFORMERS),
+    Rule(r"cls_classifier\.(weight|bias)", "head.{0}"),
+    Rule(r"distillation_classifier\.(weight|bias)", "distillation_head.{0}"),
+    _UNUSED,
+)
+TRANSFORMERS_BODY = (*_TRANSFORMERS, _UNUSED)
+TRANSFORMERS_DINOV2 = (
+    *_TRANSFORMERS_ENDS,
+    *prefixed(r"encoder\.layer\.(\d+)\.", "blocks[{0}].", _DINOV2_BLOCK),
+    _UNUSED,
+)
+
+
+def _square(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Sizes that are stated as a pair as one number."""
+    for name in names:
+        if isinstance(size := options.get(name), list | tuple):
+            if len(set(size)) != 1:
+                raise ValueError(f"{name}={size} is not square; eqzoo's ViT takes square images")
+            options = {**options, name: size[0]}
+    return options
+
+
+def _prepare_timm(options: dict[str, Any]) -> dict[str, Any]:
+    """timm normalises after average pooling unless told otherwise."""
+    options = _square(options, "img_size", "patch_size")
+    return {"fc_norm": options["global_pool"] == "avg", **options} if "global_pool" in options else options
+
+
+TIMM_OPTIONS = Options(
+    {
+        "embed_dim": "dim",
+        "depth": "depth",
+        "num_heads": "heads",
+        "patch_size": "patch_size",
+        "img_size": "image_size",
+        "in_chans": "in_channels",
+        "mlp_ratio": "mlp_ratio",
+        "class_token": "class_token",
+        "reg_tokens": "registers",
+        "no_embed_class": Option("prefix_positions", {True: False, False: True}),
+        "global_pool": Option("pool", {"token": "token", "avg": "avg"}),
+        "fc_norm": "fc_norm",
+        "pre_norm": "pre_norm",
+        "qk_norm": "qk_norm",
+        "init_values": "layer_scale",
+        "qkv_bias": "qkv_bias",
+        "act_layer": Option("activation", {name: name for name in ("gelu", "gelu_tanh", "quick_gelu")}),
+        "num_classes": "num_classes",
+        "attn_drop_rate": "attention_dropout",
+        "drop_path_rate": "drop_path",
+    },
+    fixed={"pos_embed": "learn", "final_norm": True, "pool_include_prefix": False},
+    ignored=(r"(pos_|patch_|proj_)?drop_rate", "weight_init", "fix_init", "dynamic_img_size", "strict_img_size"),
+    prepare=_prepare_timm,
+)
+
+_TRANSFORMERS_TABLE = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "depth",
+    "num_attention_heads": "heads",
+    "patch_size": "patch_size",
+    "image_size": "image_size",
+    "num_channels": "in_channels",
+    "mlp_ratio": "mlp_ratio",
+    "qkv_bias": "qkv_bias",
+    "hidden_act": Option(
+        "activation",
+        {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+        | {"quick_gelu": "quick_gelu"},
+    ),
+    "layer_norm_eps": "norm_eps",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}
+
+
+_FLOATS = ("mlp_ratio", "layerscale_value", "hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
+
+
+def _plain_numbers(options: dict[str, Any]) -> dict[str, Any]:
+    """One number for a square, and floats for what JSON may have as integers."""
+    options = _square(options, "image_size", "patch_size")
+    return {name: float(value) if name in _FLOATS else value for name, value in options.items()}
+
+
+def _prepare_transformers(options: dict[str, Any], *, classifier: str, body: str) -> dict[str, Any]:
+    """transformers states the width inside an MLP."""
+    options = {"hidden_size": 768, "intermediate_size": 3072, "layer_norm_eps": 1e-12, **options}
+    options = _plain_numbers(count_labels(options, classifier=classifier, body=body))
+    dim, hidden = options["hidden_size"], options["intermediate_size"]
+    ratio = hidden / dim
+    return {**options, "mlp_ratio": ratio if int(dim * ratio) == hidden else nextafter(ratio, inf)}
+
+
+def _restore_transformers(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "intermediate_size": int(options["hidden_size"] * options.pop("mlp_ratio"))}
+
+
+def _transformers_options(classifier: str, body: str) -> Options:
+    return Options(
+        {**_TRANSFORMERS_TABLE, "num_labels": "num_classes"},
+        lenient=True,
+        prepare=partial(_prepare_transformers, classifier=classifier, body=body),
+        restore=_restore_transformers,
+    )
+
+
+def _prepare_dinov2(options: dict[str, Any], *, patch_size: int) -> dict[str, Any]:
+    return _plain_numbers({"image_size": 224, "patch_size": patch_size, "layerscale_value": 1.0, **options})
+
+
+def _restore_dinov2(options: dict[str, Any]) -> dict[str, Any]:
+    ratio, scale = options["mlp_ratio"], options["layerscale_value"]
+    if ratio % 1:
+        raise ValueError(f"transformers' DINOv2 takes a whole number as mlp_ratio, not {ratio}; use `eqzoo.save`")
+    if scale is None:
+        raise ValueError("transformers' DINOv2 always has layer scales, but layer_scale=None; use `eqzoo.save`")
+    return {**options, "mlp_ratio": int(ratio), "layerscale_value": float(scale), "use_mask_token": False}
+
+
+# A classifier on DINOv2 sees the mean of the patches too, and its giant has gated MLPs; eqzoo's ViT has neither.
+DINOV2_OPTIONS = Options(
+    {**_TRANSFORMERS_TABLE, "layerscale_value": "layer_scale", "drop_path_rate": "drop_path"},
+    fixed={"architectures": ["Dinov2Model"], "use_swiglu_ffn": False},
+    lenient=True,
+    prepare=partial(_prepare_dinov2, patch_size=14),
+    restore=_restore_dinov2,
+)
+DINOV2_WITH_REGISTERS_OPTIONS = replace(
+    DINOV2_OPTIONS,
+    table={**DINOV2_OPTIONS.table, "num_register_tokens": "registers"},
+    fixed={"architectures": ["Dinov2WithRegistersModel"], "use_swiglu_ffn": False},
+    implied={"prefix_positions": True, "register_positions": False},
+    prepare=partial(_prepare_dinov2, patch_size=16),
+)
+
 SHARDING = (
     (r"blocks.*\.(query|key|value|fc1)\.weight", P("model", "fsdp")),
     (r"blocks.*\.(query|key|value|fc1)\.bias", P("model")),
@@ -343,4 +542,59 @@ SHARDING = (
     (r"(head|distillation_head)\.weight", P("model", "fsdp")),
 )
 
-FAMILY = Family(ViT, ViTConfig, VARIANTS, rules={"torchvision": TORCHVISION, "timm": TIMM}, sharding=SHARDING)
+
+def _resample_positions(
+    weight: Float[np.ndarray, "old dim"], leaf: jax.ShapeDtypeStruct, old: ViTConfig, new: ViTConfig
+) -> Float[np.ndarray, "new dim"]:
+    prefix = old.positioned_prefix
+    return np.concatenate([weight[:prefix], adapt.resample_grid(weight[prefix:], leaf.shape[0] - prefix)])
+
+
+FAMILY = Family(
+    ViT,
+    ViTConfig,
+    VARIANTS,
+    upstreams={
+        "torchvision": Upstream(TORCHVISION, names=("vit_?_*",)),
+        "timm": Upstream(TIMM, TIMM_OPTIONS, names=("vit_*_patch*", "deit*")),
+        "transformers_vit": Upstream(
+            TRANSFORMERS_VIT,
+            _transformers_options("ViTForImageClassification", "ViTModel"),
+            names=("vit_*_patch*_224", "vit_*_patch*_384", "deit_*_patch*"),
+            model_type="vit",
+            architecture="ViTForImageClassification",
+            base="vit_base_patch16_224",
+        ),
+        "transformers_deit": Upstream(
+            TRANSFORMERS_DEIT,
+            _transformers_options("DeiTForImageClassificationWithTeacher", "DeiTModel"),
+            names=("deit_*_distilled_patch*",),
+            model_type="deit",
+            architecture="DeiTForImageClassificationWithTeacher",
+            base="deit_base_distilled_patch16_224",
+        ),
+        "transformers_body": Upstream(TRANSFORMERS_BODY),
+        "transformers_dinov2": Upstream(
+            TRANSFORMERS_DINOV2,
+            DINOV2_OPTIONS,
+            names=("vit_*_patch14_dinov2",),
+            model_type="dinov2",
+            architecture="Dinov2Model",
+            base="vit_base_patch14_dinov2",
+        ),
+        "transformers_dinov2_with_registers": Upstream(
+            TRANSFORMERS_DINOV2,
+            DINOV2_WITH_REGISTERS_OPTIONS,
+            names=("vit_*_patch14_reg4_dinov2",),
+            model_type="dinov2_with_registers",
+            architecture="Dinov2WithRegistersModel",
+            base="vit_base_patch14_reg4_dinov2",
+        ),
+    },
+    sharding=SHARDING,
+    adapters={
+        "num_classes": adapt.new_head,
+        "in_channels": adapt.mix_channels,
+        "image_size": _resample_positions,
+    },
+)

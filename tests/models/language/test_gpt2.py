@@ -14,11 +14,12 @@ import torch
 import transformers
 
 import eqzoo
-from eqzoo._model import _skeleton, _stored, fill_from
+from eqzoo._model import _skeleton
+from eqzoo._save import _stored
 from eqzoo.checkpoint import unfill
 from eqzoo.models.language.gpt2 import FAMILY, GPT2, SHARDING, TRANSFORMERS, VARIANTS, Block, GPT2Config
 from eqzoo.tree import leaves_with_paths
-from tests.parity import assert_close, assert_names_and_shapes, assert_same_gradients, from_torch, randomise
+from tests.parity import assert_close, assert_names_and_shapes, assert_same_gradients, filled, from_torch, randomise
 
 TINY = GPT2Config(dim=24, depth=3, heads=3, vocab=61, context=16)
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab, (2, TINY.context))
@@ -73,7 +74,7 @@ def converted(config: GPT2Config, upstream: torch.nn.Module) -> GPT2:
 def loaded(config: GPT2Config, tensors: dict[str, np.ndarray]) -> GPT2:
     stored = {name: _stored(array) for name, array in tensors.items()}
     skeleton = _skeleton(functools.partial(GPT2, config))
-    return eqx.nn.inference_mode(fill_from(stored, skeleton, FAMILY.rules, "the file", "a tiny GPT2")[0])
+    return eqx.nn.inference_mode(filled(stored, skeleton, FAMILY.rules)[0])
 
 
 created = eqx.filter_jit(lambda config: GPT2(config, key=jax.random.key(0)))
@@ -289,7 +290,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_reported():
     with pytest.raises(eqzoo.CheckpointError) as error:
         loaded(TINY, tensors)
     report = str(error.value)
-    assert "the file does not fit a tiny GPT2: 1 missing, 1 unexpected, 1 of a wrong shape or kind" in report
+    assert "the checkpoint does not fit the model: 1 missing, 1 unexpected, 1 of a wrong shape or kind" in report
     assert "transformer.h.1.ln_1.weight (24,) (near transformer.h.1.ln1.weight)" in report
     assert "transformer.h.2.mlp.c_fc.weight: shape (96, 24) in the file" in report
 

@@ -17,11 +17,12 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torchvision.models import get_model, get_model_weights
 
-from eqzoo._model import _skeleton, _stored, fill_from, freeze
+from eqzoo._model import _skeleton, freeze
+from eqzoo._save import _stored
 from eqzoo.checkpoint import CheckpointError, unfill
 from eqzoo.models.vision.vit import FAMILY, TIMM, TORCHVISION, VARIANTS, ViT, ViTConfig
 from eqzoo.tree import leaves_with_paths
-from tests.parity import assert_close, assert_names_and_shapes, assert_same_gradients, from_torch, randomise
+from tests.parity import assert_close, assert_names_and_shapes, assert_same_gradients, filled, from_torch, randomise
 
 TORCHVISION_VARIANTS = [name for name in VARIANTS if name.startswith(("vit_b_", "vit_l_", "vit_h_"))]
 TIMM_VARIANTS = [name for name in VARIANTS if name not in TORCHVISION_VARIANTS]
@@ -292,7 +293,7 @@ def test_files_from_before_torchvision_renamed_the_mlp_load():
         for name, tensor in upstream.state_dict().items()
     }
     assert any("linear_2" in name for name in tensors)
-    old, _ = fill_from(tensors, _skeleton(partial(ViT, config)), FAMILY.rules, "an old file", "ViT")
+    old, _ = filled(tensors, _skeleton(partial(ViT, config)), FAMILY.rules)
     new, _ = from_torch((FAMILY, config), upstream)
     assert eqx.tree_equal(old, new)
 

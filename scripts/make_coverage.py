@@ -1,0 +1,226 @@
+"""Check every upstream name of the supported families at its real size, and write the table in docs/coverage.md.
+
+python scripts/make_coverage.py                              # all names: about an hour on two cores
+python scripts/make_coverage.py --only 'timm/resnet1*'       # some of them; the others keep their rows
+python scripts/make_coverage.py --check                      # only say whether the table names what it should
+
+Upstream's model gets random weights and is written in upstream's own layout. eqzoo loads that, and is compared in
+outputs and in gradients of all parameters together; its export must load upstream strictly and hold the same numbers.
+"""
+
+import argparse
+import fnmatch
+import gc
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from make_facts import torchvision
+
+import eqzoo
+from eqzoo._facts import torchvision_facts, transformers_facts
+from eqzoo._registry import families
+from eqzoo.checkpoint import open_checkpoint, unfill
+
+PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
+COLUMNS = ("loads", "names and shapes", "outputs", "gradients", "exports back")
+INTRODUCTION = """# Coverage
+
+Every name of timm, torchvision and transformers that belongs to a family of eqzoo, checked at its real size against
+the library itself on random weights (`python scripts/make_coverage.py` writes this page).
+
+- **loads**: `eqzoo.load` takes upstream's own layout: a folder with config.json of timm or transformers, torchvision's
+  `.pth`.
+- **names and shapes**: every tensor is used exactly once, and every weight filled exactly once.
+- **outputs**: the largest error, relative to the largest output.
+- **gradients**: the error of the gradient of all parameters, relative to its norm.
+- **exports back**: `eqzoo.export` writes what upstream loads strictly, with identical numbers.
+"""
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    """Each upstream name, and what makes its model there."""
+    import timm
+    import transformers
+
+    found = {}
+    for name in sorted({key.partition(".")[0] for key in torchvision_facts()}):
+        found[f"torchvision/{name}"] = lambda name=name: torchvision.models.get_model(name)
+    for family in families():
+        if "timm" in family.upstreams:
+            for name in sorted(filter(family.upstreams["timm"].has, family.variants)):
+                found[f"timm/{name.removeprefix('timm/')}"] = lambda name=name: timm.create_model(
+                    name.removeprefix("timm/")
+                )
+    for name, facts in sorted(transformers_facts().items()):
+        if "config" not in facts:
+            continue
+        config = transformers.AutoConfig.for_model(**facts["config"])
+        make = getattr(transformers, facts["config"]["architectures"][0])
+        found[name] = lambda make=make, config=config: make(config)
+    return found
+
+
+def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:
+    """The row of one name."""
+    library = name.partition("/")[0] if name.startswith(("timm/", "torchvision/")) else "transformers"
+    upstream, inputs, expected, gradients = _upstream(library, make, folder / "upstream")
+    source = folder / "upstream" / "model.pth" if library == "torchvision" else folder / "upstream"
+    model, state = eqzoo.load(source, name=name if library == "torchvision" else None, trainable=True)
+    frozen = eqzoo.freeze(model, state)
+    outputs = np.asarray(eqx.filter_jit(frozen)(jnp.asarray(inputs)))
+    output_error = np.abs(outputs - expected).max() / np.abs(expected).max()
+    ours = _gradients(frozen, jnp.asarray(inputs))
+    rules = _rules(model, gradients)
+    named = unfill(ours.model if isinstance(ours, eqzoo.Frozen) else ours, rules)
+    difference = sum(float(np.sum((named[key] - theirs) ** 2, dtype=np.float64)) for key, theirs in gradients.items())
+    norm = sum(float(np.sum(theirs**2, dtype=np.float64)) for theirs in gradients.values())
+    gradient_error = (difference / norm) ** 0.5
+    del ours, named, gradients, frozen
+    gc.collect()
+
+    back = folder / ("model.pth" if library == "torchvision" else "back")
+    eqzoo.export(back, model, state, format=library)
+    exported, _ = open_checkpoint(back)
+    original, _ = open_checkpoint(source)
+    same = all(np.array_equal(original[key].read(), exported[key].read()) for key in exported)
+    missing = upstream.load_state_dict(
+        {key: torch.from_numpy(each.read()) for key, each in exported.items()}, strict=False
+    )
+    strict = not missing.unexpected_keys and set(missing.missing_keys) <= set(_tied(upstream))
+    return {
+        "loads": "yes",
+        "names and shapes": "yes",  # or `load` would have raised its report
+        "outputs": _verdict(output_error, 1e-4),
+        "gradients": _verdict(gradient_error, 1e-3),
+        "exports back": "yes" if same and strict else "NO",
+    }
+
+
+def _upstream(library: str, make: Callable[[], Any], folder: Path) -> tuple[Any, ...]:
+    """Upstream's model written to a folder, an input, and the output and gradients for it."""
+    from tests.parity import randomise
+
+    torch.manual_seed(0)
+    model: Any = randomise(make().eval(), 0)
+    folder.mkdir(parents=True)
+    if library == "torchvision":
+        torch.save(model.state_dict(), folder / "model.pth")
+    elif library == "timm":
+        from timm.models._hub import save_for_hf
+
+        save_for_hf(model, str(folder), safe_serialization=True)
+    else:
+        model.save_pretrained(folder)
+    rng = np.random.default_rng(0)
+    if library == "transformers" and hasattr(model.config, "vocab_size"):
+        inputs = rng.integers(0, model.config.vocab_size, 16)
+        output = model(torch.tensor(inputs)[None]).logits[0]
+    else:
+        size = _image_size(model)
+        inputs = rng.normal(size=(size, size, 3)).astype(np.float32)
+        output = model(torch.tensor(inputs).permute(2, 0, 1)[None])
+        output = (getattr(output, "logits", output) if library == "transformers" else output)[0]
+    (output * _cotangent(output.shape)).sum().backward()
+    gradients = {key: each.grad.numpy() for key, each in model.named_parameters() if each.grad is not None}
+    for each in model.parameters():
+        each.grad = None
+    return model, inputs, output.detach().numpy(), gradients
+
+
+def _image_size(model: Any) -> int:
+    """That of a model with positions; the others take any."""
+    size = getattr(model, "image_size", None) or getattr(getattr(model, "config", None), "image_size", None)
+    if size is None and hasattr(model, "patch_embed"):
+        size = model.patch_embed.img_size[0]
+    return size or 96
+
+
+def _cotangent(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape)
+
+
+@eqx.filter_jit
+@eqx.filter_grad
+def _gradients(frozen: Any, inputs: Any) -> Any:
+    output = frozen(inputs)
+    return jnp.sum(output * jnp.linspace(-1.0, 1.0, output.size).reshape(output.shape))
+
+
+def _rules(model: Any, gradients: dict[str, Any]) -> Any:
+    """Those of the family's namings that speak of upstream's names."""
+    skeleton = jax.tree.map(lambda leaf: np.broadcast_to(np.int8(0), leaf.shape) if eqx.is_array(leaf) else leaf, model)
+    return next(
+        rules
+        for rules in next(family for family in families() if type(model) is family.model).rules.values()
+        if _exports(skeleton, rules) >= set(gradients)
+    )
+
+
+def _exports(skeleton: Any, rules: Any) -> set[str]:
+    try:
+        return set(unfill(skeleton, rules))
+    except eqzoo.CheckpointError:
+        return set()
+
+
+def _tied(model: torch.nn.Module) -> list[str]:
+    return list(getattr(model, "_tied_weights_keys", None) or ())
+
+
+def _verdict(error: float, tolerance: float) -> str:
+    return f"{error:.0e}" if error <= tolerance else f"NO ({error:.0e})"
+
+
+def read_rows() -> dict[str, dict[str, str]]:
+    """The table as it stands."""
+    if not PAGE.exists():
+        return {}
+    lines = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    return {name.strip("`"): dict(zip(COLUMNS, cells, strict=True)) for name, *cells in lines}
+
+
+def write_rows(rows: dict[str, dict[str, str]], order: list[str]) -> None:
+    """The page with a row for each name that has been checked."""
+    lines = [f"| name | {' | '.join(COLUMNS)} |", "| --- |" + " --- |" * len(COLUMNS)]
+    lines += [f"| `{name}` | {' | '.join(rows[name].values())} |" for name in order if name in rows]
+    PAGE.write_text(INTRODUCTION + "\n" + "\n".join(lines) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*", help="a glob of names")
+    parser.add_argument("--check", action="store_true", help="check nothing but that the table is complete")
+    options = parser.parse_args()
+    every = cases()
+    rows = read_rows()
+    if options.check:
+        stale = sorted(set(every) ^ set(rows))
+        bad = sorted(name for name, row in rows.items() if any(cell.startswith("NO") for cell in row.values()))
+        print(f"{len(rows)} names; not in the table, or no longer upstream: {stale}; failing: {bad}")
+        return int(bool(stale or bad))
+    failed = False
+    for name in fnmatch.filter(every, options.only):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                rows[name] = check(name, every[name], Path(folder))
+            except Exception as error:
+                rows[name] = dict.fromkeys(COLUMNS, "") | {"loads": f"NO ({type(error).__name__})"}
+                print(f"{name}: {error}", file=sys.stderr)
+        failed |= any(cell.startswith("NO") for cell in rows[name].values())
+        print(name, *(f"{column}: {cell}" for column, cell in rows[name].items()), sep=" | ", flush=True)
+        write_rows({name: rows[name] for name in rows if name in every}, list(every))
+        jax.clear_caches()
+        gc.collect()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The facts that eqzoo carries about upstream's checkpoints are those that upstream states."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import eqzoo
+from eqzoo._facts import timm_facts, torchvision_facts, transformers_facts
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("make_facts", ROOT / "scripts" / "make_facts.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_files_hold_what_the_installed_upstreams_state(script):
+    files = script.files()
+    assert {path.name for path in files} == {"torchvision.json", "timm.json"}
+    for path, text in files.items():
+        assert path.read_text(encoding="utf-8") == text, "run python scripts/make_facts.py"
+
+
+def test_check_fails_for_a_file_that_is_out_of_date(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "files", lambda: {tmp_path / "timm.json": "new"})
+    monkeypatch.setattr("sys.argv", ["make_facts.py", "--check"])
+    (tmp_path / "timm.json").write_text("old", encoding="utf-8")
+    with pytest.raises(SystemExit, match="out of date"):
+        script.main()
+    (tmp_path / "timm.json").write_text("new", encoding="utf-8")
+    script.main()
+
+
+def test_every_source_is_of_a_known_model():
+    known = set(eqzoo.list_models())
+    for upstream, facts in (("torchvision", torchvision_facts()), ("timm", timm_facts())):
+        for name in facts:
+            architecture = name.partition(".")[0]
+            assert {architecture, f"{upstream}/{architecture}"} & known, name
+    assert {fact["variant"] for fact in transformers_facts().values()} <= known
+
+
+def test_every_transformers_model_has_a_source():
+    names = {name for name in eqzoo.list_models() if "gpt2" in name}
+    assert {fact["variant"] for fact in transformers_facts().values()} == names
+
+
+def test_every_url_ends_in_its_hash():
+    for name, fact in torchvision_facts().items():
+        assert re.fullmatch("[0-9a-f]{8,64}", fact["sha256"]), name
+        assert re.fullmatch(rf"https://\S+-{fact['sha256']}\.pth", fact["url"]), name
+
+
+def test_licences_are_the_weights_own():
+    torchvision = torchvision_facts()
+    assert torchvision["resnet50.IMAGENET1K_V2"]["licence"] == "BSD-3-Clause"
+    assert "SWAG/blob/main/LICENSE" in torchvision["vit_b_16.IMAGENET1K_SWAG_E2E_V1"]["licence"]
+    assert timm_facts()["resnet50.a1_in1k"]["licence"] == "apache-2.0"
+    assert timm_facts()["resnet50.fb_swsl_ig1b_ft_in1k"]["licence"] == "cc-by-nc-4.0"
+    assert transformers_facts()["openai-community/gpt2"]["licence"] == "mit"
