@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -70,7 +70,7 @@ def cases() -> dict[str, Callable[[], Any]]:
 
 def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:
     """The row of one name."""
-    library = name.partition("/")[0] if name.startswith(("timm/", "torchvision/")) else "transformers"
+    library = _library(name)
     upstream, inputs, expected, gradients = _upstream(library, make, folder / "upstream")
     source = folder / "upstream" / "model.pth" if library == "torchvision" else folder / "upstream"
     model, state = eqzoo.load(source, name=name if library == "torchvision" else None, trainable=True)
@@ -102,6 +102,11 @@ def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:
         "gradients": _verdict(gradient_error, 1e-3),
         "exports back": "yes" if same and strict else "NO",
     }
+
+
+def _library(name: str) -> Literal["timm", "torchvision", "transformers"]:
+    owner = name.partition("/")[0]
+    return owner if owner in ("timm", "torchvision") else "transformers"
 
 
 def _upstream(library: str, make: Callable[[], Any], folder: Path) -> tuple[Any, ...]:

@@ -11,10 +11,18 @@ import re
 import threading
 import time
 import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from eqzoo.checkpoint import hub
 
 
 @dataclass
@@ -200,3 +208,23 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(body[begin : begin + step])
         except OSError:  # the client has gone
             self.close_connection = True
+
+
+@contextmanager
+def serving_as_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server of `folder / "site"` that huggingface_hub takes for its hub, an empty cache in `folder / "home"`, and no
+    waiting."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hub, "WAITS", (0.0, 0.0, 0.0, 0.0))
+    with Server(folder / "site") as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "home" / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "home" / "token"))
+        monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(folder / "home" / "assets"))
+        yield server
+        huggingface_hub.close_session()

@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from eqzoo.checkpoint import CheckpointError, hub
-from tests.server import Fault, Server
+from tests.server import Fault, Server, serving_as_the_hub
 
 WEIGHTS = np.random.default_rng(0).bytes(1 << 20)
 SOURCE = "torchvision/net.V1"
@@ -23,26 +23,13 @@ SOURCE = "torchvision/net.V1"
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """A server that huggingface_hub takes for its hub, an empty cache, and no waiting."""
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(hub, "WAITS", (0.0, 0.0, 0.0, 0.0))
-    with Server(tmp_path / "site") as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "home" / "token"))
-        monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "home" / "assets"))
+    with serving_as_the_hub(tmp_path, monkeypatch) as server:
         facts = {
             "net.V1": {"url": f"{server.url}/models/net-{_sha256(WEIGHTS)[:8]}.pth", "sha256": _sha256(WEIGHTS)[:8]}
         }
         monkeypatch.setattr(hub, "torchvision_facts", lambda: facts)
         put(server, "models", {Path(facts["net.V1"]["url"]).name: WEIGHTS})
         yield server
-        huggingface_hub.close_session()
 
 
 @pytest.fixture
