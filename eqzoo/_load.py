@@ -105,7 +105,7 @@ class Step(NamedTuple):
 def match_tensors(
     tensors: Mapping[str, Tensor], pair: tuple[Any, eqx.nn.State | None], namings: Mapping[str, Rules]
 ) -> Match:
-    """The naming that fits a checkpoint best."""
+    """The first naming that fits a checkpoint, or else the one that fits best."""
     merged = _merge(*pair)
     leaves = _array_leaves(merged)
     layers = sum(math.prod(leaf.shape[: path.count("[*]")]) for path, leaf in leaves)
@@ -116,9 +116,12 @@ def match_tensors(
             f"a model of {numbers} numbers in {layers} weights was described, but the file holds {held} in "
             f"{len(tensors)} tensors; pass the `name` of the model the file was made for"
         )
-    plans = {naming: plan(merged, tensors, rules) for naming, rules in namings.items()}
-    naming = min(plans, key=lambda naming: plans[naming].problems)
-    return Match(pair, merged, naming, plans[naming])
+    matches = []
+    for naming, rules in namings.items():
+        matches.append(Match(pair, merged, naming, plan(merged, tensors, rules)))
+        if not matches[-1].plan.problems:
+            break
+    return min(matches, key=lambda match: match.plan.problems)
 
 
 def _match_zoo(
@@ -135,7 +138,7 @@ def _match_zoo(
         config = dataclasses.replace(config, num_classes=_classes(tensors, family))
     others = [field for field in changes if field != "num_classes"]
     matches = []
-    for count in range(len(others), -1, -1):
+    for count in range(len(others) + 1):
         for made in itertools.combinations(others, count):
             stored = dataclasses.replace(config, **{field: changes[field] for field in made})
             match = match_tensors(tensors, _zoo_skeleton(description, stored), {"own": OWN_FORMAT, **family.rules})

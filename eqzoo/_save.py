@@ -24,16 +24,13 @@ from eqzoo.checkpoint.formats import Tensor, write_safetensors
 from eqzoo.checkpoint.rules import Rule
 from eqzoo.models._family import Family, Upstream, changed_fields
 
-# A torchvision file doesn't describe its model; these are given to the function of its name that makes one.
-_TORCHVISION_ARGUMENTS = ("num_classes", "image_size")
-
 
 def save(path: str | os.PathLike, model: Any, state: eqx.nn.State | None = None) -> None:
     """Write model and state to one `.safetensors` file: a tensor a leaf and layer, named by its path.
 
     The config of a zoo model goes into the file's metadata, so that `load(path)` needs nothing else.
     """
-    merged, model = _with_state("save", path, model, state)
+    merged, model = _with_state("save", model, state)
     tensors = unfill(merged, OWN_FORMAT)
     metadata = {}
     if family := family_of(model):
@@ -57,7 +54,7 @@ def export(
     `config.json` too, for `timm.create_model("local-dir:PATH", pretrained=True)` or transformers' `from_pretrained`.
     torchvision has files only. What isn't part of a model, such as its preprocessing or a tokenizer, isn't written.
     """
-    merged, model = _with_state("export", path, model, state)
+    merged, model = _with_state("export", model, state)
     path = Path(path)
     if format == "torchvision" and path.suffix not in (".safetensors", ".pth"):
         raise ValueError(f"export: torchvision has no folders; let {path} end in .pth or .safetensors")
@@ -130,13 +127,11 @@ def _unsaid(upstream: Upstream, format: str, base: Any, config: Any) -> set[str]
     fields = set()
     for field in changed_fields(base, config):
         value = getattr(config, field)
-        if format == "torchvision":
-            said = field in _TORCHVISION_ARGUMENTS and value != 0  # its models always have a head
-        else:
-            said = field in upstream.options.config_fields
-        # timm's models have a fixed number of stages.
-        if format == "timm" and isinstance(value, tuple) and len(value) != len(getattr(base, field)):
+        said = field in upstream.options.config_fields
+        if format == "torchvision" and value == 0:  # its models always have a head
             said = False
+        if format == "timm" and isinstance(value, tuple) and len(value) != len(getattr(base, field)):
+            said = False  # its models have a fixed number of stages
         if not said and not _is_for_training(field):
             fields.add(field)
     return fields
@@ -203,7 +198,7 @@ def _as_torch(array: np.ndarray) -> np.ndarray:
     return array.astype(np.int64) if np.issubdtype(array.dtype, np.integer) else array
 
 
-def _with_state(verb: str, path: str | os.PathLike, model: Any, state: eqx.nn.State | None) -> tuple[Any, Any]:
+def _with_state(verb: str, model: Any, state: eqx.nn.State | None) -> tuple[Any, Any]:
     """Model and state merged into one tree, and the model itself."""
     if isinstance(model, Frozen):
         model, state = model.model, model.state

@@ -71,7 +71,8 @@ def outputs(model: Any, x: Any) -> Any:
     return jax.vmap(model)(x)
 
 
-def assert_as_timm(folder: Any, changes: dict[str, Any], of_logits: bool = True) -> None:
+def assert_as_timm(folder: Any, changes: dict[str, Any], of_logits: bool = True) -> Any:
+    """The model as `load` adapts it, once its weights and logits were found to be timm's."""
     upstream = in_timm(folder, changes)
     pair = eqzoo.load(folder, trainable=True, **changes)
     assert {field: getattr(pair[0].config, field) for field in changes} == changes
@@ -90,6 +91,7 @@ def assert_as_timm(folder: Any, changes: dict[str, Any], of_logits: bool = True)
         if expected.numel():
             logits = outputs(eqzoo.freeze(*pair), x)
             assert_close(logits, expected, 1e-4) if expected.any() else np.testing.assert_array_equal(logits, 0)
+    return pair[0]
 
 
 @pytest.mark.parametrize("channels", [1, 2, 4, 5])
@@ -104,11 +106,10 @@ def test_positions_are_resampled_as_timm_does(case, size, folders):
     assert_as_timm(folders / case, {"image_size": size}, of_logits=size == 40)
 
 
-@pytest.mark.parametrize("classes", [0, 3, 5, 9])
-@pytest.mark.parametrize("case", ["vit", "distilled", "registers without positions", "resnet"])
+@pytest.mark.parametrize("classes", [0, 3, 5])
+@pytest.mark.parametrize("case", ["vit", "distilled", "resnet"])
 def test_a_head_is_kept_where_it_fits_and_zero_or_gone_otherwise(case, classes, folders):
-    assert_as_timm(folders / case, {"num_classes": classes}, of_logits=classes in (0, 5))
-    model, _ = eqzoo.load(folders / case, num_classes=classes, trainable=True)
+    model = assert_as_timm(folders / case, {"num_classes": classes}, of_logits=classes in (0, 5))
     heads = [model.head, model.distillation_head] if case == "distilled" else [model.head]
     if classes == 0:
         assert heads == [None] * len(heads)
@@ -259,10 +260,16 @@ def test_an_own_file_is_adapted_in_its_own_dtype(folders, tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(ours, eqx.is_array))} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, "float16", np.float32])
-@pytest.mark.parametrize("changes", [{}, {"in_channels": 1, "num_classes": 2}])
-@pytest.mark.parametrize("case", ["vit", "resnet"])
-def test_dtype_is_that_of_parameters_and_not_of_statistics(case, changes, dtype, folders):
+@pytest.mark.parametrize(
+    ("case", "dtype", "changes"),
+    [
+        ("vit", jnp.bfloat16, {}),
+        ("vit", "float16", {"in_channels": 1, "num_classes": 2}),
+        ("resnet", "float16", {}),
+        ("resnet", jnp.bfloat16, {"in_channels": 1, "num_classes": 2}),
+    ],
+)
+def test_dtype_is_that_of_parameters_and_not_of_statistics(case, dtype, changes, folders):
     model, state = eqzoo.load(folders / case, dtype=dtype, trainable=True, **changes)
     exact, exact_state = eqzoo.load(folders / case, trainable=True, **changes)
     expected = jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, exact)
@@ -284,11 +291,9 @@ def test_a_dtype_that_parameters_can_not_have_is_refused(dtype, folders):
         eqzoo.load(folders / "vit", dtype=dtype)
 
 
-CHANGES = [{}, {"num_classes": 8, "in_channels": 4}]
-
-
-@pytest.mark.parametrize("changes", CHANGES)
-@pytest.mark.parametrize("case", ["vit", "resnet"])
+@pytest.mark.parametrize(
+    ("case", "changes"), [("vit", {"num_classes": 8, "in_channels": 4}), ("vit", {}), ("resnet", {})]
+)
 def test_a_mesh_places_each_leaf_by_the_familys_rules(case, changes, folders):
     mesh = make_mesh(data=2, fsdp=2, model=2)
     model, state = eqzoo.load(folders / case, sharding=mesh, trainable=True, **changes)
@@ -303,18 +308,16 @@ def test_a_mesh_places_each_leaf_by_the_familys_rules(case, changes, folders):
         assert leaf.sharding == NamedSharding(mesh, PartitionSpec())
 
 
-@pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("kind", ["one device", "all devices"])
-def test_one_sharding_is_for_every_leaf(kind, changes, folders):
+def test_one_sharding_is_for_every_leaf(kind, folders):
     if kind == "one device":
         sharding = SingleDeviceSharding(jax.devices()[3])
     else:
         sharding = NamedSharding(make_mesh(data=8), PartitionSpec())
-    pair = eqzoo.load(folders / "resnet", sharding=sharding, trainable=True, **changes)
+    pair = eqzoo.load(folders / "resnet", sharding=sharding, num_classes=8, trainable=True)
     assert {leaf.sharding for leaf in jax.tree.leaves(eqx.filter(pair, eqx.is_array))} == {sharding}
-    assert eqx.tree_equal(
-        jax.device_get(pair), jax.device_get(eqzoo.load(folders / "resnet", trainable=True, **changes))
-    )
+    plain = eqzoo.load(folders / "resnet", num_classes=8, trainable=True)
+    assert eqx.tree_equal(jax.device_get(pair), jax.device_get(plain))
 
 
 def test_dtype_and_mesh_together(folders):

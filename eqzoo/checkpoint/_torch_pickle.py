@@ -43,15 +43,18 @@ _NAMES = {opcode.code.encode("latin-1"): opcode.name for opcode in pickletools.o
 
 
 def _number(layout: str) -> Callable[[io.BytesIO], Any]:
-    return lambda file: struct.unpack(layout, _take(file, struct.calcsize(layout)))[0]
+    number = struct.Struct(layout)
+    return lambda file: number.unpack(file.read(number.size))[0]
 
 
 def _text(length: str, encoding: str) -> Callable[[io.BytesIO], str]:
-    return lambda file: _take(file, _number(length)(file)).decode(encoding, "surrogatepass")
+    size = _number(length)
+    return lambda file: _take(file, size(file)).decode(encoding, "surrogatepass")
 
 
 def _integer(file: io.BytesIO) -> int:
-    return int.from_bytes(_take(file, _number("<B")(file)), "little", signed=True)
+    (size,) = file.read(1)
+    return int.from_bytes(_take(file, size), "little", signed=True)
 
 
 def _line(file: io.BytesIO) -> str:
@@ -62,7 +65,7 @@ def _line(file: io.BytesIO) -> str:
 
 
 def _take(file: io.BytesIO, size: int) -> bytes:
-    taken = file.read(max(size, 0))
+    taken = file.read(max(size, 0))  # a negative size would read to the end
     if len(taken) != size:
         raise EOFError("the pickle ends within an argument")
     return taken

@@ -37,7 +37,7 @@ def write_state_dict(path: Path, tensors: Mapping[str, Shaped[np.ndarray, "..."]
         archive.writestr("archive/byteorder", "little")
         for number, array in enumerate(tensors.values()):
             with archive.open(f"archive/data/{number}", "w", force_zip64=True) as entry:
-                entry.write(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+                entry.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         archive.writestr("archive/version", "3\n")
 
 

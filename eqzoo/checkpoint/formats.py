@@ -5,15 +5,14 @@ allocated, and nothing it contains is executed.
 """
 
 import difflib
-import io
 import itertools
 import json
 import math
 import mmap
 import os
+import re
 import struct
 import sys
-import uuid
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Shaped
 
+from ._atomic import written_atomically
 from ._torch_pickle import DTYPES, MAX_DIMS, MAX_PICKLE, View, state_dict, unpickle
 from .errors import CheckpointError, listing
 
@@ -35,8 +35,10 @@ _SAFETENSORS_DTYPES = (
 _ENDINGS = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 _PREFIXES = ("module.", "_orig_mod.")  # left by DataParallel and torch.compile
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
-_MAX_NPY_HEADER = 16_384
-_MAX_JSON = 2**25  # a safetensors header or an index: parsed, JSON takes twenty times its size in memory
+_NPY_HEADER = re.compile(rb"{'descr': '?([^{}]*?)'?, 'fortran_order': (True|False), 'shape': \(([\d, ]*)\), }\s*")
+_NPY_DTYPES = {dtype.str: dtype for dtype in DTYPES.values() if dtype.isbuiltin == 1}  # the others are stored as void
+_MAX_NPY_HEADER = 4096
+_MAX_JSON = 2**25  # a safetensors header or an index: parsed, JSON takes many times its size in memory
 _MAX_NAME = 255  # what file systems allow, in bytes
 
 
@@ -67,6 +69,8 @@ def open_checkpoint(path: str | os.PathLike, entry: str | None = None) -> tuple[
     """
     path = Path(path)
     tensors, metadata = _open_folder(path, entry) if path.is_dir() else _open_file(path, entry)
+    if all(name.startswith(("module.", "n_averaged")) for name in tensors):  # torch's AveragedModel, with its counter
+        tensors.pop("n_averaged", None)
     while prefix := next((p for p in _PREFIXES if tensors and all(name.startswith(p) for name in tensors)), None):
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return tensors, metadata
@@ -79,20 +83,12 @@ def write_safetensors(
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"The folder {path.parent} does not exist; create it before writing {path.name} there.")
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        # safetensors writes the memory behind an array as it lies, whatever the strides.
-        save_file({name: np.asarray(x, order="C") for name, x in tensors.items()}, temporary, dict(metadata))
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} could not be written: {error}.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written_atomically(path) as temporary:
+        try:
+            # safetensors writes the memory behind an array as it lies, whatever the strides.
+            save_file({name: np.asarray(x, order="C") for name, x in tensors.items()}, temporary, dict(metadata))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} could not be written: {error}.") from error
 
 
 def _open_folder(folder: Path, entry: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -117,7 +113,7 @@ def _open_shards(index: Path, entry: str | None) -> tuple[dict[str, Tensor], dic
         raise CheckpointError(f"{index} is refused: an index takes at most {_MAX_JSON} bytes; download it again.")
     try:
         names_of: dict[str, list[str]] = {}
-        for name, shard in json.loads(index.read_bytes())["weight_map"].items():
+        for name, shard in json.loads(index.read_text("utf-8"))["weight_map"].items():
             # A hub cache links its files to elsewhere, so it is the name, not where it leads, that must stay here.
             if Path(shard).name != shard or shard in ("", "..") or len(os.fsencode(shard)) > _MAX_NAME:
                 raise CheckpointError(
@@ -183,7 +179,7 @@ def _read_safetensors(file: mmap.mmap, path: Path, entry: str | None) -> tuple[d
     # The library checks the header strictly, but its numpy side knows neither bfloat16 nor float8.
     with safe_open(path, framework="numpy"):
         pass
-    header = json.loads(file[8 : 8 + header_size])
+    header = json.loads(file[8 : 8 + header_size].decode())
     metadata = header.pop("__metadata__", None) or {}
     tensors = {}
     for name, said in header.items():
@@ -293,13 +289,20 @@ def _release(file: mmap.mmap, begin: int, nbytes: int) -> None:
 
 
 def _npy_tensor(file: mmap.mmap, name: str, begin: int, nbytes: int) -> Tensor:
-    stream = io.BytesIO(file[begin : begin + min(nbytes, _MAX_NPY_HEADER)])
-    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    shape, fortran_order, dtype = read_header[np.lib.format.read_magic(stream)](stream)
-    if dtype not in DTYPES.values():
-        raise CheckpointError(f"stores {name!r} as {dtype}, which is no number of this machine; convert it.")
-    strides = _contiguous(shape[::-1])[::-1] if fortran_order else _contiguous(shape)
-    return _tensor(file, begin + stream.tell(), nbytes - stream.tell(), dtype, shape, strides)
+    content = file[begin : begin + min(nbytes, _MAX_NPY_HEADER)]
+    # numpy's own reader parses the header as Python, which can take hundreds of times its size in memory.
+    layout = {b"\x93NUMPY\1\0": "<H", b"\x93NUMPY\2\0": "<I"}[content[:8]]
+    (header_size,) = struct.unpack_from(layout, content, 8)
+    size = 8 + struct.calcsize(layout) + header_size
+    header = _NPY_HEADER.fullmatch(content[:size], size - header_size)
+    if header is None:
+        raise ValueError("an array's header is not of the form that numpy writes")
+    descr, order, lengths = (group.decode("latin-1") for group in header.groups())
+    if descr not in _NPY_DTYPES:
+        raise CheckpointError(f"stores {name!r} as {descr[:100]}, which is no number of this machine; convert it.")
+    shape = tuple(int(length) for length in lengths.split(",") if length.strip())
+    strides = _contiguous(shape[::-1])[::-1] if order == "True" else _contiguous(shape)
+    return _tensor(file, begin + size, nbytes - size, _NPY_DTYPES[descr], shape, strides)
 
 
 def _zip_spans(file: mmap.mmap, entries: Mapping[str, zipfile.ZipInfo]) -> dict[str, tuple[int, int]]:

@@ -82,7 +82,8 @@ class Rule:
         for target, pattern in zip(self.targets, self._backward, strict=True):
             match = pattern.fullmatch(leaf)
             if match is not None:
-                return _source_name(self.source, target, match)
+                source = _source_name(self.source, target, match)
+                return source if self._forward.fullmatch(source) else None  # `{0-1}` of 9 is no `\d`
         return None
 
 

@@ -309,6 +309,13 @@ def test_prefixes_of_all_names_are_removed(save, path):
     assert set(open_checkpoint(path)[0]) == {"module.a", "b"}
 
 
+@pytest.mark.parametrize("save", TORCH)
+def test_an_averaged_model_is_read_without_its_counter(save, path):
+    averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 3))
+    save({"model": {}, "model_ema": averaged.state_dict()}, path)
+    assert set(open_checkpoint(path, "model_ema")[0]) == {"weight", "bias"}
+
+
 # Folders
 
 
@@ -467,7 +474,12 @@ def test_compressed_archives_are_refused(path):
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize("array", [np.array([{}]), np.array(["a"]), np.ones(2, ml_dtypes.bfloat16), np.ones(2, ">f4")])
+RECORD = np.zeros(2, [("a", "<f4"), ("b", "<i8")])
+
+
+@pytest.mark.parametrize(
+    "array", [np.array([{}]), np.array(["a"]), np.ones(2, ml_dtypes.bfloat16), np.ones(2, ">f4"), RECORD]
+)
 def test_npz_of_other_than_native_numbers_is_refused(array, path):
     with open(path, "wb") as file:
         np.savez(file, x=array)

@@ -34,6 +34,12 @@ def test_a_rule_is_not_for_other_names():
     assert rule.source_of("headxweight") is None
 
 
+def test_a_rule_gives_no_name_that_it_would_not_take():
+    rule = Rule(r"layer(\d)\.weight", "stages.{0-1}.weight")
+    assert rule.source_of("stages.8.weight") == "layer9.weight"
+    assert rule.source_of("stages.9.weight") is None
+
+
 def test_a_repeated_group_must_agree_with_itself():
     rule = Rule(r"a(\d)", "x.{0}.y.{0}")
     assert rule.source_of("x.1.y.1") == "a1"

@@ -457,7 +457,7 @@ FAMILY = Family(
     ResNetConfig,
     VARIANTS,
     upstreams={
-        "torchvision": Upstream(TIMM, names=_IN_TORCHVISION),
+        "torchvision": Upstream(TIMM, Options({"num_classes": "num_classes"}), names=_IN_TORCHVISION),
         "timm": Upstream(TIMM, TIMM_OPTIONS, names=("*",)),
         "transformers": Upstream(
             TRANSFORMERS,

@@ -71,6 +71,10 @@ class ViTConfig:
             raise ValueError(f"dim={self.dim} is not a multiple of heads={self.heads}; choose a divisor of dim")
         if self.pool == "token" and not self.class_token:
             raise ValueError("pool='token' reads the class token, but class_token=False; use pool='avg'")
+        if self.layer_scale == 0:
+            raise ValueError(
+                "layer_scale=0 would silence every block; start from a small number, or pass None for none"
+            )
         others = (self.registers, self.pool, self.fc_norm, self.prefix_positions)
         if self.distilled and others != (0, "token", False, True):
             raise ValueError(
@@ -420,6 +424,9 @@ def _square(options: dict[str, Any], *names: str) -> dict[str, Any]:
     return options
 
 
+TORCHVISION_OPTIONS = Options({"num_classes": "num_classes", "image_size": "image_size"})
+
+
 def _prepare_timm(options: dict[str, Any]) -> dict[str, Any]:
     """timm normalises after average pooling unless told otherwise."""
     options = _square(options, "img_size", "patch_size")
@@ -472,7 +479,6 @@ _TRANSFORMERS_TABLE = {
     "hidden_dropout_prob": "dropout",
     "attention_probs_dropout_prob": "attention_dropout",
 }
-
 
 _FLOATS = ("mlp_ratio", "layerscale_value", "hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
 
@@ -555,7 +561,7 @@ FAMILY = Family(
     ViTConfig,
     VARIANTS,
     upstreams={
-        "torchvision": Upstream(TORCHVISION, names=("vit_?_*",)),
+        "torchvision": Upstream(TORCHVISION, TORCHVISION_OPTIONS, names=("vit_?_*",)),
         "timm": Upstream(TIMM, TIMM_OPTIONS, names=("vit_*_patch*", "deit*")),
         "transformers_vit": Upstream(
             TRANSFORMERS_VIT,

@@ -358,6 +358,7 @@ def test_inference_drops_nothing():
         ({"image_size": 33}, "image_size=33 is not a multiple of patch_size=8; the nearest below is 32"),
         ({"heads": 5}, "dim=24 is not a multiple of heads=5"),
         ({"class_token": False}, "pool='token' reads the class token, but class_token=False"),
+        ({"layer_scale": 0.0}, "layer_scale=0 would silence every block"),
         ({"distilled": True, "registers": 4}, "distilled=True, but registers"),
         ({"distilled": True, "fc_norm": True}, "distilled=True, but registers"),
         ({"distilled": True, "prefix_positions": False}, "distilled=True, but registers"),

@@ -375,3 +375,27 @@ def test_what_transformers_does_not_have_is_not_exported(options, message, tmp_p
     with pytest.raises(ValueError, match=message):
         eqzoo.export(tmp_path / "ours", model, format="transformers")
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours", "theirs"),
+    [
+        (
+            "vit",
+            {"dropout": 0.1, "attention_dropout": 0.2},
+            {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2},
+        ),
+        (
+            "dinov2",
+            {"dropout": 0.1, "attention_dropout": 0.2, "drop_path": 0.3},
+            {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2, "drop_path_rate": 0.3},
+        ),
+    ],
+)
+def test_rates_for_training_are_read_and_written(kind, ours, theirs):
+    config = from_config_json({"model_type": kind, **theirs}).config
+    assert {name: getattr(config, name) for name in ours} == ours
+    written = FAMILY.upstreams[f"transformers_{kind}"].options.write(config)
+    assert {name: written[name] for name in theirs} == theirs
+    # JSON tells no integer from a float.
+    assert from_config_json({"model_type": kind, **dict.fromkeys(theirs, 0)}).config.dropout == 0.0
