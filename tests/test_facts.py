@@ -50,7 +50,8 @@ def test_every_source_is_of_a_known_model():
 
 def test_every_transformers_model_has_a_source():
     names = {name for name in eqzoo.list_models() if "gpt2" in name}
-    assert {fact["variant"] for fact in transformers_facts().values()} == names
+    variants = {fact["variant"] for fact in transformers_facts().values()}
+    assert names <= variants <= set(eqzoo.list_models())
 
 
 def test_every_url_ends_in_its_hash():

@@ -81,7 +81,8 @@ class Upstream(NamedTuple):
 
     `names` are globs over the family's variants: those that the library has under the same name. transformers tells
     its models apart by `model_type`; `architecture` is the class that takes a whole model, and `base` the variant that
-    its options describe where they say nothing.
+    its options describe where they say nothing. `zeros` are tensors that it insists on though they change nothing:
+    their shapes by the config.
     """
 
     rules: tuple[Rule | Drop | Alias, ...]
@@ -90,6 +91,7 @@ class Upstream(NamedTuple):
     model_type: str = ""
     architecture: str = ""
     base: str = ""
+    zeros: Mapping[str, Callable[[Any], tuple[int, ...]]] = {}  # noqa: RUF012 (a NamedTuple's default is a constant)
 
     def has(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)

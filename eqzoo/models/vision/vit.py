@@ -595,6 +595,7 @@ FAMILY = Family(
             model_type="dinov2_with_registers",
             architecture="Dinov2WithRegistersModel",
             base="vit_base_patch14_reg4_dinov2",
+            zeros={"embeddings.mask_token": lambda config: (1, config.dim)},
         ),
     },
     sharding=SHARDING,

@@ -228,9 +228,7 @@ def test_transformers_reads_what_is_exported(case, tmp_path, saved):
     model = eqzoo.load(saved(upstream))
     eqzoo.export(tmp_path / "ours", model, format="transformers")
     back, report = CLASSES[kind][1].from_pretrained(tmp_path / "ours", output_loading_info=True)
-    # transformers' DINOv2 with registers can't be without its mask token, which is zero where a file has none.
-    absent = {"embeddings.mask_token"} if kind == "dinov2_with_registers" else set()
-    assert {name: set(names) for name, names in report.items() if names} == ({"missing_keys": absent} if absent else {})
+    assert not any(report.values())
     assert_same_outputs(model, back.eval())
     automatic = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
     assert automatic.architectures == [CLASSES[kind][1].__name__]
