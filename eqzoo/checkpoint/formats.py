@@ -32,7 +32,7 @@ _SAFETENSORS_DTYPES = (
     | {"F8_E5M2": "float8_e5m2", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
     | {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 )
-_ENDINGS = (".safetensors", ".pth", ".pt", ".bin", ".npz")
+ENDINGS = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 _PREFIXES = ("module.", "_orig_mod.")  # left by DataParallel and torch.compile
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _NPY_HEADER = re.compile(rb"{'descr': '?([^{}]*?)'?, 'fortran_order': (True|False), 'shape': \(([\d, ]*)\), }\s*")
@@ -99,23 +99,25 @@ def _open_folder(folder: Path, entry: str | None) -> tuple[dict[str, Tensor], di
     if (folder / "pytorch_model.bin").exists():
         return _open_file(folder / "pytorch_model.bin", entry)
     names = sorted(entry.name for entry in folder.iterdir())
-    checkpoints = [name for name in names if name.endswith(_ENDINGS)]
+    checkpoints = [name for name in names if name.endswith(ENDINGS)]
     if len(checkpoints) != 1:
         raise CheckpointError(
             f"{folder} should hold model.safetensors, pytorch_model.bin, the index of either, or exactly one file "
-            f"ending in {', '.join(_ENDINGS)}; it holds {listing(names)}. Give the file's own path."
+            f"ending in {', '.join(ENDINGS)}; it holds {listing(names)}. Give the file's own path."
         )
     return _open_file(folder / checkpoints[0], entry)
 
 
-def _open_shards(index: Path, entry: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
+def names_by_shard(index: Path) -> dict[str, list[str]]:
+    """The files that an index names, each with its tensors. They come from a stranger: all lie beside the index."""
     if index.stat().st_size > _MAX_JSON:
         raise CheckpointError(f"{index} is refused: an index takes at most {_MAX_JSON} bytes; download it again.")
+    names_of: dict[str, list[str]] = {}
     try:
-        names_of: dict[str, list[str]] = {}
         for name, shard in json.loads(index.read_text("utf-8"))["weight_map"].items():
             # A hub cache links its files to elsewhere, so it is the name, not where it leads, that must stay here.
-            if Path(shard).name != shard or shard in ("", "..") or len(os.fsencode(shard)) > _MAX_NAME:
+            is_plain = Path(shard).name == shard and "\\" not in shard and shard not in ("", "..")
+            if not is_plain or len(os.fsencode(shard)) > _MAX_NAME:
                 raise CheckpointError(
                     f"{index} is refused: it names a shard outside its own folder; download it again."
                 )
@@ -124,8 +126,12 @@ def _open_shards(index: Path, entry: str | None) -> tuple[dict[str, Tensor], dic
         raise
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise _corrupt(index, 'a "weight_map" from tensor names to file names was expected', error) from error
+    return names_of
+
+
+def _open_shards(index: Path, entry: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors, metadata = {}, {}
-    for shard, names in sorted(names_of.items()):
+    for shard, names in sorted(names_by_shard(index).items()):
         shard_tensors, shard_metadata = _open_file(index.parent / shard, entry)
         missing = [name for name in names if name not in shard_tensors]
         repeated = [name for name in shard_tensors if name in tensors]

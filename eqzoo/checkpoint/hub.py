@@ -8,7 +8,6 @@ import contextlib
 import difflib
 import hashlib
 import http.client
-import json
 import os
 import re
 import ssl
@@ -22,13 +21,13 @@ from pathlib import Path
 from eqzoo._facts import timm_facts, torchvision_facts, transformers_facts
 
 from .errors import CheckpointError, listing
+from .formats import ENDINGS, names_by_shard
 
 WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before each further try of a download from torchvision
 
 _CONFIG = "config.json"
 _PREPROCESSOR = "preprocessor_config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_ENDINGS = (".safetensors", ".pth", ".pt", ".bin", ".npz")
 _CHUNK = 1 << 20
 
 
@@ -66,11 +65,11 @@ def _local_path(source: str | os.PathLike, revision: str | None) -> Path | None:
 
 def _checked_name(source: str | os.PathLike) -> str:
     """The source, if it can be the name of something to download."""
-    if isinstance(source, str) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", source) and not source.endswith(_ENDINGS):
+    if isinstance(source, str) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", source) and not source.endswith(ENDINGS):
         return source
     path = Path(source)
     near = difflib.get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
-    if isinstance(source, str) and re.fullmatch(r"[\w.-]+", source) and not source.endswith(_ENDINGS):
+    if isinstance(source, str) and re.fullmatch(r"[\w.-]+", source) and not source.endswith(ENDINGS):
         hint = f"did you mean the local {listing(near)}?" if near else _remedy(source)
         raise ValueError(f"{source!r} is neither a file or folder nor the name of a source; {hint}")
     hint = f"did you mean {listing(near)}?" if near else "check the path"
@@ -154,27 +153,13 @@ def _fetch_repository(repository: str, revision: str | None, *, with_weights: bo
         if weights is None:
             raise snapshot.lacks(_WEIGHTS)
         assert snapshot.folder is not None
-        for shard in _shards(snapshot.folder / weights) if weights.endswith(".json") else ():
+        for shard in sorted(names_by_shard(snapshot.folder / weights)) if weights.endswith(".json") else ():
             if not snapshot.get(shard):
                 raise snapshot.lacks((shard,))
     snapshot.get(_PREPROCESSOR)
     if snapshot.folder is None:
         raise snapshot.lacks((_CONFIG,))
     return snapshot.folder
-
-
-def _shards(index: Path) -> list[str]:
-    """The files an index names. They come from a stranger: none may lie outside the index's folder."""
-    try:
-        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        inside = all(Path(shard).name == shard and "\\" not in shard and shard not in ("", "..") for shard in shards)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f'{index} is corrupt: a "weight_map" from tensor names to file names was expected; download it again'
-        ) from error
-    if not inside:
-        raise CheckpointError(f"{index} is refused: it names a file outside its own folder; get the weights elsewhere")
-    return shards
 
 
 @contextlib.contextmanager

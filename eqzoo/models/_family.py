@@ -91,7 +91,7 @@ class Upstream(NamedTuple):
     model_type: str = ""
     architecture: str = ""
     base: str = ""
-    zeros: Mapping[str, Callable[[Any], tuple[int, ...]]] = {}  # noqa: RUF012 (a NamedTuple's default is a constant)
+    zeros: Mapping[str, Callable[[Any], tuple[int, ...]]] = {}
 
     def has(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
