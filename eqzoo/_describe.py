@@ -30,7 +30,7 @@ def describe(
         family, config = variant(name)
         return Description(name, family, config)
     if "eqzoo" in metadata:
-        return _guarded(functools.partial(_from_metadata, metadata["eqzoo"]), f"{source} says of itself")
+        return _guarded(functools.partial(_from_metadata, metadata["eqzoo"]), f"{source} names")
     if _torchvision_name(source):
         return _from_torchvision(os.fspath(source))
     config_file = path / "config.json"

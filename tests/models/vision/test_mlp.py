@@ -12,7 +12,7 @@ from torchvision.ops import MLP as TorchMLP
 
 from eqzoo.checkpoint import Rule
 from eqzoo.checkpoint.apply import unfill
-from eqzoo.models._family import Family
+from eqzoo.models._family import Family, Upstream
 from eqzoo.models.vision.mlp import MLP, SHARDING, VARIANTS, MLPConfig
 from tests.parity import assert_close, assert_same_gradients, from_torch, randomise
 
@@ -42,7 +42,7 @@ def tiny(**options) -> MLPConfig:
 
 
 def family(config: MLPConfig) -> Family:
-    return Family(MLP, MLPConfig, VARIANTS, {"torchvision": rules(config)}, SHARDING)
+    return Family(MLP, MLPConfig, VARIANTS, {"torchvision": Upstream(rules(config))}, SHARDING, {})
 
 
 def outputs(config, upstream):
