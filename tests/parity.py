@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from jaxtyping import Array, PyTree
 
+import eqzoo
 from eqzoo._load import match_tensors, read
 from eqzoo._model import _maker, _merge, _skeleton
 from eqzoo._registry import variant
@@ -76,6 +77,15 @@ def _make_and_rules(target: str | tuple[Family, Any]) -> tuple[Any, Mapping[str,
         return _maker(target, {}), variant(target)[0].rules
     family, config = target
     return functools.partial(family.model, config), family.rules
+
+
+@eqx.filter_jit
+@eqx.filter_value_and_grad(has_aux=True)
+def mean_square(model: Any, state: eqx.nn.State, images: Array) -> tuple[Array, tuple[Array, eqx.nn.State]]:
+    """A loss of the outputs for a batch; with it, the outputs and the new state."""
+    forward = lambda image: eqzoo.apply(model, state, image)
+    outputs, new_state = jax.vmap(forward, axis_name="batch", out_axes=(0, None))(images)
+    return jnp.mean(outputs**2), (outputs, new_state)
 
 
 def array(tensor: torch.Tensor) -> Array:

@@ -1,7 +1,6 @@
 """GPT-2 in transformers' folders: what it wrote is loaded, and what is exported it reads."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -15,6 +14,7 @@ import transformers
 import eqzoo
 from eqzoo._describe import from_config_json
 from eqzoo.checkpoint import CheckpointError
+from eqzoo.models.language import gpt2
 from eqzoo.models.language.gpt2 import GPT2, VARIANTS, GPT2Config
 from tests.parity import assert_close, randomise
 
@@ -40,20 +40,6 @@ def tiny(option: str, model: Any = transformers.GPT2LMHeadModel) -> Any:
     return randomise(model(transformers.GPT2Config(**TINY, **OPTIONS[option])).eval(), 0)
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """Writes a model as transformers does, and changes its config.json."""
-
-    def save(upstream: Any, changes: dict[str, Any] | None = None, **options: Any) -> Path:
-        upstream.save_pretrained(tmp_path / "upstream", **options)
-        file = tmp_path / "upstream" / "config.json"
-        config = {**json.loads(file.read_text()), **(changes or {})}
-        file.write_text(json.dumps({name: value for name, value in config.items() if value != "absent"}))
-        return tmp_path / "upstream"
-
-    return save
-
-
 @eqx.filter_jit
 def predict(model: Any, tokens: jax.Array) -> jax.Array:
     return jax.vmap(model)(tokens)
@@ -75,6 +61,13 @@ def test_a_published_config_is_its_variants(name):
 def test_options_that_are_not_stated_have_upstreams_defaults():
     stated = transformers.GPT2Config().to_dict()
     assert from_config_json({"model_type": "gpt2"}).config == from_config_json(stated).config
+
+
+@pytest.mark.parametrize("name", gpt2.OPTIONS.table["activation_function"].values)
+def test_every_name_of_an_activation_means_what_it_does_upstream(name, saved):
+    config = transformers.GPT2Config(**TINY, activation_function=name)
+    upstream = randomise(transformers.GPT2LMHeadModel(config).eval(), 0)
+    assert_same_logits(eqzoo.load(saved(upstream)), upstream)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -20,7 +20,14 @@ from eqzoo import apply, freeze
 from eqzoo._model import _merge, _skeleton
 from eqzoo.checkpoint import CheckpointError, unfill
 from eqzoo.models.vision.resnet import FAMILY, TIMM, VARIANTS, ResNet, ResNetConfig
-from tests.parity import assert_close, assert_names_and_shapes, assert_same_gradients, from_torch, randomise
+from tests.parity import (
+    assert_close,
+    assert_names_and_shapes,
+    assert_same_gradients,
+    from_torch,
+    mean_square,
+    randomise,
+)
 
 TORCHVISION_VARIANTS = [name for name in VARIANTS if name in torchvision.models.list_models()]
 KNOWN = {
@@ -109,14 +116,7 @@ def test_outputs_gradients_and_running_statistics(option, training):
     upstream.train(training)
     images, torch_images = batch(config.in_channels)
 
-    @eqx.filter_jit
-    @eqx.filter_value_and_grad(has_aux=True)
-    def step(model, state, images):
-        forward = lambda image: apply(model, state, image)
-        outputs, new_state = jax.vmap(forward, axis_name="batch", out_axes=(0, None))(images)
-        return jnp.mean(outputs**2), (outputs, new_state)
-
-    (_, (outputs, state)), gradients = step(model, state, jnp.asarray(images))
+    (_, (outputs, state)), gradients = mean_square(model, state, jnp.asarray(images))
     theirs = upstream(torch_images)
     theirs.square().mean().backward()
     assert_close(outputs, theirs, 1e-4)

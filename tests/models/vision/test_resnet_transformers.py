@@ -3,7 +3,6 @@ folders that transformers wrote, and folders that it reads."""
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -16,12 +15,11 @@ import transformers
 from jaxtyping import Array
 
 import eqzoo
-from eqzoo import apply
 from eqzoo._describe import from_config_json
 from eqzoo._model import _merge
 from eqzoo.checkpoint import CheckpointError, unfill
 from eqzoo.models.vision.resnet import FAMILY, TRANSFORMERS, VARIANTS, ResNet, ResNetConfig
-from tests.parity import assert_close, assert_names_and_shapes, assert_same_gradients, randomise
+from tests.parity import assert_close, assert_names_and_shapes, assert_same_gradients, mean_square, randomise
 
 BASIC = {"layer_type": "basic", "hidden_sizes": [64, 128, 256, 512]}
 
@@ -49,19 +47,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def tiny(option: str, model: Any = transformers.ResNetForImageClassification) -> Any:
     """Upstream's model in evaluation mode, every weight of which matters."""
     return randomise(model(transformers.ResNetConfig(**OPTIONS[option])).eval(), 0)
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """Writes a model as transformers does, and changes its config.json."""
-
-    def save(upstream: Any, changes: dict[str, Any] | None = None) -> Path:
-        upstream.save_pretrained(tmp_path / "upstream")
-        file = tmp_path / "upstream" / "config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), **(changes or {})}))
-        return tmp_path / "upstream"
-
-    return save
 
 
 def batch(channels: int) -> tuple[np.ndarray, torch.Tensor]:
@@ -109,14 +94,7 @@ def test_outputs_gradients_and_running_statistics_are_upstreams(option, training
     upstream.train(training)
     images, torch_images = batch(model.config.in_channels)
 
-    @eqx.filter_jit
-    @eqx.filter_value_and_grad(has_aux=True)
-    def step(model, state, images):
-        forward = lambda image: apply(model, state, image)
-        outputs, new_state = jax.vmap(forward, axis_name="batch", out_axes=(0, None))(images)
-        return jnp.mean(outputs**2), (outputs, new_state)
-
-    (_, (outputs, state)), gradients = step(model, state, jnp.asarray(images))
+    (_, (outputs, state)), gradients = mean_square(model, state, jnp.asarray(images))
     theirs = upstream(torch_images).logits
     theirs.square().mean().backward()
     assert_close(outputs, theirs, 1e-4)

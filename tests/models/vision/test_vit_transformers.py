@@ -4,7 +4,6 @@ that transformers wrote, and folders that it reads."""
 import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -94,20 +93,6 @@ def tiny(kind: str, model: Any = None, **options: Any) -> Any:
     for name, parameter in upstream.named_parameters():
         parameter.requires_grad_(not name.endswith("mask_token"))  # for pretraining only
     return upstream
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """Writes a model as transformers does, and changes its config.json."""
-
-    def save(upstream: Any, changes: dict[str, Any] | None = None, **options: Any) -> Path:
-        upstream.save_pretrained(tmp_path / "upstream", **options)
-        file = tmp_path / "upstream" / "config.json"
-        config = {**json.loads(file.read_text()), **(changes or {})}
-        file.write_text(json.dumps({name: value for name, value in config.items() if value != "absent"}))
-        return tmp_path / "upstream"
-
-    return save
 
 
 def images(config: ViTConfig, number: int = 2) -> np.ndarray:
