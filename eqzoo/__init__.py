@@ -3,6 +3,7 @@
 from eqzoo import checkpoint as checkpoint
 from eqzoo import nn as nn
 from eqzoo import sharding as sharding
+from eqzoo import train as train
 from eqzoo import tree as tree
 from eqzoo._load import load as load
 from eqzoo._model import Frozen as Frozen

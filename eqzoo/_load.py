@@ -18,7 +18,7 @@ from jaxtyping import Array, DTypeLike, PyTree
 
 from eqzoo._describe import Description, describe
 from eqzoo._model import _check_options, _maker, _merge, _skeleton, _split, freeze
-from eqzoo.checkpoint.apply import Plan, Rules, _array_leaves, _is_array, fill, place_on_default_device, plan
+from eqzoo.checkpoint.apply import Plan, Rules, _array_leaves, _is_array, _parse, fill, place_on_default_device, plan
 from eqzoo.checkpoint.errors import CheckpointError
 from eqzoo.checkpoint.formats import Tensor, open_checkpoint
 from eqzoo.checkpoint.hub import fetch
@@ -26,6 +26,8 @@ from eqzoo.checkpoint.rules import Rule
 from eqzoo.models._family import Family, changed_fields
 from eqzoo.sharding import shardings
 from eqzoo.tree import leaves_with_paths, map_with_path
+from eqzoo.tree.int8 import quantize_chosen, stored_as_int8
+from eqzoo.tree.select import select
 
 OWN_FORMAT = (Rule(r"(.*)", "{0}"),)
 
@@ -52,7 +54,8 @@ def load(
     `source` is a repository of timm's or transformers' on the Hugging Face hub ("timm/resnet50.a1_in1k", at a
     `revision`), torchvision's "torchvision/resnet50.IMAGENET1K_V2", or a local file or folder in any of these layouts
     or written by `save`. A bare file of upstream's also needs the `name` of its model; a model of your own, its `name`
-    as `package.module:Class`, or a model `like` it. `entry` chooses among several state dicts of one torch file.
+    as `package.module:Class`, or a model `like` it. `entry` chooses among several state dicts of one torch file. Layers
+    that were saved as int8 (`eqzoo.tree.quantize`) stay so.
 
     By default the model is the one that was published. `num_classes` gives it a new head of zeros (or none, with 0),
     `in_channels` and `image_size` adapt its first convolution and its positions as timm does. `dtype` is that of the
@@ -67,7 +70,7 @@ def load(
             raise ValueError(f"load: {', '.join(changes)} can't change the model given as `like`; pass its `name`")
         pair = like if isinstance(like, tuple) else (like, None)
         label, family, steps = f"the given {type(pair[0]).__name__}", None, []
-        match = match_tensors(tensors, pair, {"own": OWN_FORMAT})
+        match = _match(tensors, pair, {"own": OWN_FORMAT})
     elif name is not None and ":" in name:
         label, family, steps = name, None, []
         match = match_tensors(tensors, _skeleton(_maker(name, changes)), {"own": OWN_FORMAT})
@@ -102,10 +105,27 @@ class Step(NamedTuple):
     changed: dict[str, jax.ShapeDtypeStruct]
 
 
-def match_tensors(
-    tensors: Mapping[str, Tensor], pair: tuple[Any, eqx.nn.State | None], namings: Mapping[str, Rules]
-) -> Match:
-    """The first naming that fits a checkpoint, or else the one that fits best."""
+def match_tensors(tensors: Mapping[str, Tensor], pair: tuple[Any, eqx.nn.State], namings: Mapping[str, Rules]) -> Match:
+    """The first naming that fits a checkpoint, or else the one that fits best. Int8 layers become so in the model."""
+    return _match(tensors, as_stored(pair, tensors), namings)
+
+
+def as_stored(pair: tuple[Any, eqx.nn.State], tensors: Mapping[str, Tensor]) -> tuple[Any, eqx.nn.State]:
+    """The skeleton with those layers quantized whose weight is stored as int8."""
+    stored = {_parse(name)[0] for name, tensor in tensors.items() if tensor.dtype == np.int8}
+    if not stored:
+        return pair
+    model, state = pair
+    return quantize_chosen(model, select(model, lambda path, _: _in_int8(path) in stored)), state
+
+
+def _in_int8(path: str) -> str:
+    """The path of a layer's weight once the layer is wrapped in `Int8`."""
+    layer, dot, name = path.rpartition(".")
+    return f"{layer}{dot}layer.{name}"
+
+
+def _match(tensors: Mapping[str, Tensor], pair: tuple[Any, eqx.nn.State | None], namings: Mapping[str, Rules]) -> Match:
     merged = _merge(*pair)
     leaves = _array_leaves(merged)
     layers = sum(math.prod(leaf.shape[: path.count("[*]")]) for path, leaf in leaves)
@@ -144,12 +164,12 @@ def _match_zoo(
             match = match_tensors(tensors, _zoo_skeleton(description, stored), {"own": OWN_FORMAT, **family.rules})
             match = match._replace(config=stored)
             if not match.plan.problems:
-                return match, _steps(description, match, wanted)
+                return match, _steps(description, match, wanted, tensors)
             matches.append(match)
     return min(matches, key=lambda match: match.plan.problems), []
 
 
-def _steps(description: Description, match: Match, wanted: Any) -> list[Step]:
+def _steps(description: Description, match: Match, wanted: Any, tensors: Mapping[str, Tensor]) -> list[Step]:
     steps = []
     old, leaves = match.config, dict(_array_leaves(match.merged))
     for field in sorted(changed_fields(old, wanted)):
@@ -160,11 +180,17 @@ def _steps(description: Description, match: Match, wanted: Any) -> list[Step]:
                 f"{type(old).__name__} has no adapter for it; leave it out"
             )
         new = dataclasses.replace(old, **{field: getattr(wanted, field)})
-        pair = _zoo_skeleton(description, new)
+        pair = as_stored(_zoo_skeleton(description, new), tensors)
         merged = _merge(*pair)
         after = dict(_array_leaves(merged))
         changed = {path: leaf for path, leaf in after.items() if path not in leaves or leaf.shape != leaves[path].shape}
         removed = [path for path in leaves if path not in after]
+        for layer in stored_as_int8(match.pair[0]):
+            if any(path.startswith(f"{layer}.") for path in (*changed, *removed)):
+                raise ValueError(
+                    f"load: {field} of {description.label} can't be changed on the way, for {layer} is stored as int8; "
+                    f"leave it out"
+                )
         _log.info(
             "%s: %s %s -> %s%s%s",
             description.label,
@@ -232,7 +258,8 @@ def _classes(tensors: Mapping[str, Tensor], family: Family) -> int:
     for rules in (OWN_FORMAT, *family.rules.values()):
         for name, tensor in tensors.items():
             for rule in rules:
-                if isinstance(rule, Rule) and "head.weight" in (rule.leaves_of(name) or ()) and tensor.shape:
+                leaves = rule.leaves_of(name) if isinstance(rule, Rule) else None
+                if tensor.shape and {"head.weight", _in_int8("head.weight")} & {*(leaves or ())}:
                     return tensor.shape[0]
     return 0
 

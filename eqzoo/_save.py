@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Shaped
 
-from eqzoo._load import OWN_FORMAT
+from eqzoo._load import OWN_FORMAT, as_stored
 from eqzoo._model import Frozen, _merge, _skeleton, is_stateful
 from eqzoo._registry import family_of
 from eqzoo.checkpoint._atomic import written_atomically
@@ -23,12 +23,14 @@ from eqzoo.checkpoint.errors import CheckpointError
 from eqzoo.checkpoint.formats import Tensor, write_safetensors
 from eqzoo.checkpoint.rules import Rule
 from eqzoo.models._family import Family, Upstream, changed_fields
+from eqzoo.tree.int8 import stored_as_int8
 
 
 def save(path: str | os.PathLike, model: Any, state: eqx.nn.State | None = None) -> None:
     """Write model and state to one `.safetensors` file: a tensor a leaf and layer, named by its path.
 
-    The config of a zoo model goes into the file's metadata, so that `load(path)` needs nothing else.
+    The config of a zoo model goes into the file's metadata, so that `load(path)` needs nothing else. Int8 layers
+    (`eqzoo.tree.quantize`) are written as such.
     """
     merged, model = _with_state("save", model, state)
     tensors = unfill(merged, OWN_FORMAT)
@@ -64,6 +66,10 @@ def export(
             f"export: a {type(model).__name__} is none of the zoo's models, so its names upstream are not known; "
             f"write it with `eqzoo.save`"
         )
+    if layers := stored_as_int8(model):
+        raise ValueError(
+            f"export: {format} doesn't know int8 as {layers[0]} has it; export `eqzoo.tree.dequantize(model)`"
+        )
     upstream, base, options = _described_upstream(model, family, format)
     tensors = {name: _as_torch(array) for name, array in unfill(merged, upstream.rules).items()}
     tensors |= {name: np.zeros(shape(model.config), np.float32) for name, shape in upstream.zeros.items()}
@@ -83,8 +89,9 @@ def _check_config(
     model: Any, family: Family, tensors: Mapping[str, Shaped[np.ndarray, "..."]], rules: Rules, remedy: str
 ) -> None:
     """A model that was changed after it was made may no longer be what its config says."""
-    skeleton = _merge(*_skeleton(functools.partial(family.model, model.config)))
-    fit = plan(skeleton, {name: _stored(array) for name, array in tensors.items()}, rules)
+    stored = {name: _stored(array) for name, array in tensors.items()}
+    skeleton = _merge(*as_stored(_skeleton(functools.partial(family.model, model.config)), stored))
+    fit = plan(skeleton, stored, rules)
     if fit.problems:
         raise CheckpointError(f"{fit.report(f'this {family.model.__name__}', 'its own config')}\n  {remedy}")
 

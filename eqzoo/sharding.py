@@ -54,7 +54,8 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Rules | None = None) -> PyTree:
     def place(path, leaf):
         if not eqx.is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
             return None
-        spec = next((spec for pattern, spec in rules if re.fullmatch(pattern, path)), PartitionSpec())
+        name = re.sub(r"(\.layer)+\.", ".", path)  # LoRA and Int8 hold the layer they are around as their `layer`
+        spec = next((spec for pattern, spec in rules if re.fullmatch(pattern, name)), PartitionSpec())
         layers = path.count("[*]")
         parts = [_dividing(part, size, mesh) for part, size in zip(spec, leaf.shape[layers:], strict=False)]
         return NamedSharding(mesh, PartitionSpec(*[None] * layers, *parts))

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqzoo
+from eqzoo import tree
 from eqzoo.sharding import batch_sharding, make_mesh, shard, shard_batch, shardings
 from eqzoo.tree import leaves_with_paths
 
@@ -103,6 +104,16 @@ def test_a_family_s_own_rules(make, expected, mesh):
     """The layer axis of a stack is never split, though two layers could be."""
     found = specs(make, mesh)
     assert {path: found[path] for path in expected} == expected
+
+
+def test_adapters_and_int8_leave_a_weight_where_it_was(mesh):
+    gpt = lambda key: eqzoo.GPT2(GPT, key=key)
+    plain = specs(gpt, mesh)["blocks[*].attention.out.weight"]
+    assert plain == (None, "fsdp", "model")
+    changed = specs(lambda key: tree.lora(tree.quantize(gpt(key), "*.out"), "*.attention", rank=2, key=key), mesh)
+    assert changed["blocks[*].attention.out.layer.layer.weight"] == plain
+    assert changed["blocks[*].attention.query.layer.weight"] == (None, "model", "fsdp")
+    assert changed["blocks[*].attention.query.down"] == ()
 
 
 def test_an_axis_that_does_not_divide_is_left_out(mesh):

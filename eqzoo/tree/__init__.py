@@ -1,4 +1,40 @@
-"""Helpers for any pytree: a list of dicts, an `eqx.Module`, a model of the zoo."""
+"""Helpers for any pytree: a list of dicts, an `eqx.Module`, a model of the zoo, a training state."""
 
+from eqzoo.tree.arithmetic import cast as cast
+from eqzoo.tree.diff import Difference as Difference
+from eqzoo.tree.diff import diff as diff
+from eqzoo.tree.gradients import hvp as hvp
+from eqzoo.tree.gradients import per_example_grads as per_example_grads
+from eqzoo.tree.gradients import private_mean as private_mean
+from eqzoo.tree.head import swap_head as swap_head
+from eqzoo.tree.int8 import Int8 as Int8
+from eqzoo.tree.int8 import dequantize as dequantize
+from eqzoo.tree.int8 import quantize as quantize
+from eqzoo.tree.lora import LoRA as LoRA
+from eqzoo.tree.lora import load_lora as load_lora
+from eqzoo.tree.lora import lora as lora
+from eqzoo.tree.lora import lora_keys as lora_keys
+from eqzoo.tree.lora import lora_only as lora_only
+from eqzoo.tree.lora import merge_lora as merge_lora
+from eqzoo.tree.lora import save_lora as save_lora
+from eqzoo.tree.lora import unmerge_lora as unmerge_lora
+from eqzoo.tree.masks import decay_mask as decay_mask
+from eqzoo.tree.masks import freeze as freeze
+from eqzoo.tree.masks import labels as labels
+from eqzoo.tree.masks import layer_scales as layer_scales
+from eqzoo.tree.masks import trainable as trainable
+from eqzoo.tree.measure import Stats as Stats
+from eqzoo.tree.measure import count as count
+from eqzoo.tree.measure import nbytes as nbytes
+from eqzoo.tree.measure import norm as norm
+from eqzoo.tree.measure import norms as norms
+from eqzoo.tree.measure import stats as stats
+from eqzoo.tree.noise import add_noise as add_noise
+from eqzoo.tree.noise import key_for as key_for
 from eqzoo.tree.paths import leaves_with_paths as leaves_with_paths
 from eqzoo.tree.paths import map_with_path as map_with_path
+from eqzoo.tree.paths import paths as paths
+from eqzoo.tree.select import Where as Where
+from eqzoo.tree.select import select as select
+from eqzoo.tree.summary import Summary as Summary
+from eqzoo.tree.summary import summary as summary

@@ -17,6 +17,16 @@ def leaves_with_paths(tree: PyTree, *, is_leaf: Callable[[Any], bool] | None = N
     return list(_walk(tree, "", is_leaf))
 
 
+def paths(tree: PyTree, *, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    """The dotted path of each leaf, in the order of `jax.tree.leaves`.
+
+    ```python
+    paths([{"W": 1.0, "b": 2.0}, {"W": 3.0}])  # ['0.W', '0.b', '1.W']
+    ```
+    """
+    return [path for path, _ in leaves_with_paths(tree, is_leaf=is_leaf)]
+
+
 def _walk(tree: PyTree, prefix: str, is_leaf: Callable[[Any], bool] | None) -> Iterator[tuple[str, Any]]:
     stop = lambda node: isinstance(node, Stack) or (is_leaf is not None and is_leaf(node))
     for key_path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0]:

@@ -1,0 +1,140 @@
+"""What people do with whole models through `eqzoo.tree` works on every family, its stacked layers included."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jaxtyping import Array
+
+import eqzoo
+from eqzoo import nn, tree
+from tests.contract.conftest import Subject
+from tests.contract.table import assert_close, error, matches
+
+LAYERS = nn.Linear | nn.Conv2d | nn.Embedding
+
+
+def predict(subject: Subject, model) -> Array:
+    return eqx.filter_jit(eqx.filter_vmap(eqzoo.freeze(model, subject.state)))(subject.xs)
+
+
+def decay_mask(subject: Subject, predictions: Array) -> None:
+    """One step of AdamW without gradients shrinks the weights of the layers that multiply, and moves nothing else."""
+    params = eqx.filter(subject.model, eqx.is_inexact_array)
+    optimizer = optax.adamw(0.5, weight_decay=0.5, mask=tree.decay_mask)
+    updates, _ = optimizer.update(tree.zeros_like(params), optimizer.init(params), params)
+    multiplying = {
+        f"{path}.weight" for path, node in tree.leaves_with_paths(subject.model, is_leaf=is_layer) if is_layer(node)
+    }
+    assert multiplying
+    for (path, update), leaf in zip(tree.leaves_with_paths(updates), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(update, -0.25 * leaf if path in multiplying else 0 * leaf, rtol=1e-6, err_msg=path)
+
+
+def is_layer(node) -> bool:
+    return isinstance(node, LAYERS)
+
+
+def layer_scales(subject: Subject, predictions: Array) -> None:
+    """One at the head, a power of the decay everywhere, rising by one power a layer through each stack."""
+    scales = tree.layer_scales(subject.model, 0.5)
+    for (path, scale), leaf in zip(
+        tree.leaves_with_paths(scales), jax.tree.leaves(eqx.filter(subject.model, eqx.is_array)), strict=True
+    ):
+        assert np.broadcast_shapes(np.shape(scale), leaf.shape) == leaf.shape
+        powers = -np.log2(np.ravel(scale))
+        assert np.array_equal(powers, np.round(powers)), path
+        if "[*]" in path:
+            assert len(powers) == len(leaf), path
+            assert np.array_equal(powers, powers[0] - np.arange(len(powers))), path
+        if matches(r"head\..*|norm\..*", path) and not hasattr(subject.row.config, "num_classes"):
+            assert powers.max() <= 1, path
+    largest = max(np.max(scale) for scale in jax.tree.leaves(scales))
+    assert largest == 1
+
+
+def add_noise(subject: Subject, predictions: Array) -> None:
+    """Of the asked size in every leaf and layer, no two alike."""
+    noisy = eqx.filter_jit(tree.add_noise)(subject.model, jax.random.key(0), 0.1)
+    noise = jax.tree.map(lambda a, b: a - b, *(eqx.filter(m, eqx.is_inexact_array) for m in (noisy, subject.model)))
+    rows = []
+    for path, leaf in tree.leaves_with_paths(noise):
+        layers = leaf.reshape(-1, *leaf.shape[1:]) if "[*]" in path else leaf[None]
+        rows += [np.asarray(layer).ravel() for layer in layers]
+    every = np.concatenate(rows)
+    assert abs(every.std() / 0.1 - 1) < 4 / np.sqrt(2 * every.size)
+    assert len({row[:2].tobytes() for row in rows}) == len(rows)
+
+
+def summary(subject: Subject, predictions: Array) -> None:
+    """Says how many numbers there are, and names the first leaf and the last."""
+    text = str(tree.summary(subject.model))
+    assert f"{tree.count(subject.model):,}" in text
+    arrays = tree.paths(eqx.filter(subject.model, eqx.is_array))
+    assert arrays[0] in text
+    assert arrays[-1] in text
+
+
+def lora(subject: Subject, predictions: Array) -> None:
+    """At first nothing changes; the gradient reaches every adapter; merged is unmerged."""
+    groups = lambda path, leaf: ".convs.1." not in path  # a grouped convolution can't have one
+    adapted = tree.lora(subject.model, groups, rank=2, key=jax.random.key(0))
+    assert_close(predict(subject, adapted), predictions, 1e-6)
+    adapters, frozen = tree.lora_only(adapted)
+    assert tree.count(adapters) < tree.count(subject.model)
+    adapters = tree.add_noise(adapters, jax.random.key(1), 0.1)
+
+    @eqx.filter_jit
+    def gradient(adapters):
+        def loss(adapters):
+            model = eqzoo.freeze(eqx.combine(adapters, frozen), subject.state)
+            return error(eqx.filter_vmap(model)(subject.xs))
+
+        return eqx.filter_grad(loss)(adapters)
+
+    gradients = gradient(adapters)
+    assert jax.tree.structure(gradients) == jax.tree.structure(adapters)
+    for path, leaf in tree.leaves_with_paths(gradients):
+        assert jnp.abs(leaf).max() > 0, path
+    adapted = eqx.combine(adapters, frozen)
+    merged = tree.merge_lora(adapted)
+    assert jax.tree.structure(merged) == jax.tree.structure(subject.model)
+    outputs = predict(subject, adapted)
+    assert jnp.abs(outputs - predictions).max() > 1e-3 * jnp.abs(predictions).max()
+    assert_close(predict(subject, merged), outputs, 1e-5)
+
+
+def int8(subject: Subject, predictions: Array) -> None:
+    """Every weight within half a step, a quarter of the bytes, nearly the outputs."""
+    multiplies = lambda path, leaf: path in {
+        f"{name}.weight" for name, node in tree.leaves_with_paths(subject.model, is_leaf=is_layer) if is_layer(node)
+    }
+    small = tree.quantize(subject.model, multiplies)
+    weights, other = eqx.partition(subject.model, tree.select(subject.model, multiplies))
+    packed = tree.nbytes(small) - tree.nbytes(eqx.filter(other, eqx.is_array))
+    assert packed < 0.6 * tree.nbytes(weights)  # these are tiny: a scale serves few weights
+    rounded = tree.dequantize(small)
+    assert jax.tree.structure(rounded) == jax.tree.structure(subject.model)
+    for path, leaf, after in zip(
+        tree.paths(weights), jax.tree.leaves(weights), jax.tree.leaves(eqx.partition(rounded, tree.select(rounded, multiplies))[0]), strict=True
+    ):
+        assert jnp.abs(leaf - after).max() <= 0.5001 * jnp.abs(leaf).max() / 127, path
+    outputs = predict(subject, small)
+    assert_close(outputs, predict(subject, rounded), 1e-5)
+    assert_close(outputs, predictions, 0.1)
+
+
+def bfloat16(subject: Subject, predictions: Array) -> None:
+    """Half the bytes, computed with in float32."""
+    half = tree.cast(subject.model, jnp.bfloat16)
+    assert 2 * tree.nbytes(eqx.filter(half, eqx.is_array)) == tree.nbytes(eqx.filter(subject.model, eqx.is_array))
+    assert_close(predict(subject, half), predictions, 0.1)
+
+
+@pytest.mark.parametrize(
+    "tool", [decay_mask, layer_scales, add_noise, summary, lora, int8, bfloat16], ids=lambda tool: tool.__name__
+)
+def test_the_toolkit_works_on_every_family(subject, predictions, tool):
+    tool(subject, predictions)
