@@ -1,8 +1,17 @@
 """Helpers for any pytree: a list of dicts, an `eqx.Module`, a model of the zoo, a training state."""
 
 from eqzoo.tree.arithmetic import cast as cast
+from eqzoo.tree.arithmetic import clip_by_global_norm as clip_by_global_norm
+from eqzoo.tree.arithmetic import clip_by_leaf_norm as clip_by_leaf_norm
+from eqzoo.tree.arithmetic import ema as ema
+from eqzoo.tree.arithmetic import lerp as lerp
+from eqzoo.tree.arithmetic import mean as mean
+from eqzoo.tree.arithmetic import zeros_like as zeros_like
 from eqzoo.tree.diff import Difference as Difference
 from eqzoo.tree.diff import diff as diff
+from eqzoo.tree.edit import replace as replace
+from eqzoo.tree.ensemble import stack as stack
+from eqzoo.tree.ensemble import unstack as unstack
 from eqzoo.tree.gradients import hvp as hvp
 from eqzoo.tree.gradients import per_example_grads as per_example_grads
 from eqzoo.tree.gradients import private_mean as private_mean

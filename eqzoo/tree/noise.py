@@ -2,6 +2,8 @@
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from math import ceil, isqrt, prod
 from typing import Any, TypeVar
 
@@ -10,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree, UInt32
 
-from eqzoo.tree.paths import leaves_with_paths
+from eqzoo.tree._level import LAYERS
+from eqzoo.tree.paths import paths
 from eqzoo.tree.select import Where, is_float, select
 
 Tree = TypeVar("Tree", bound=PyTree)
@@ -29,7 +32,7 @@ def key_for(key: PRNGKeyArray, path: str) -> PRNGKeyArray:
 
 
 def add_noise(tree: Tree, key: PRNGKeyArray, scale: float | Float[Array, ""], *, where: Where | None = None) -> Tree:
-    """Add Gaussian noise of standard deviation `scale` to the floats that `where` selects, or to all.
+    """The tree with Gaussian noise of standard deviation `scale` on the floats that `where` selects (all by default).
 
     A leaf's noise depends on the key and the leaf's path and shape alone, and in a stack on the layer's index: when
     leaves or layers are added, the others' noise stays. With and without `jit` it is the same, to the rounding of the
@@ -39,48 +42,52 @@ def add_noise(tree: Tree, key: PRNGKeyArray, scale: float | Float[Array, ""], *,
     add_noise({"W": jnp.zeros((2, 3)), "b": jnp.zeros(3)}, jax.random.key(0), 0.1, where="W")
     ```
     """
-    treedef = jax.tree.structure(tree)
-    named = leaves_with_paths(tree)
-    chosen = [True] * len(named) if where is None else jax.tree.leaves(select(tree, where))
-    meant = {path: leaf for (path, leaf), is_chosen in zip(named, chosen, strict=True) if is_chosen and is_float(leaf)}
-    noisy = _add_noise(meant, key, scale)
-    return jax.tree.unflatten(treedef, [noisy.get(path, leaf) for path, leaf in named])
+    leaves, treedef = jax.tree.flatten(tree)
+    chosen = [True] * len(leaves) if where is None else jax.tree.leaves(select(tree, where))
+    meant = [index for index, leaf in enumerate(leaves) if chosen[index] and is_float(leaf)]
+    names = paths(tree)
+    noisy = _add_noise([leaves[index] for index in meant], tuple(names[index] for index in meant), key, scale)
+    for index, leaf in zip(meant, noisy, strict=True):
+        leaves[index] = leaf
+    return jax.tree.unflatten(treedef, leaves)
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="names")
 def _add_noise(
-    leaves: dict[str, Inexact[Array, "..."]], key: PRNGKeyArray, scale: float | Float[Array, ""]
-) -> dict[str, Inexact[Array, "..."]]:
+    leaves: list[Inexact[Array, "..."]], names: tuple[str, ...], key: PRNGKeyArray, scale: float | Float[Array, ""]
+) -> list[Inexact[Array, "..."]]:
     alike = defaultdict(list)
-    for path, leaf in leaves.items():
-        axes = path.count("[*]")
+    for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
+        axes = name.count(LAYERS)
         size = _size_to_draw(prod(leaf.shape[axes:]))
-        alike[leaf.shape[:axes], size, _at_least_float32(leaf.dtype)].append(path)
-    noisy = {}
-    for (layers, size, dtype), paths in alike.items():
+        alike[leaf.shape[:axes], size, _at_least_float32(leaf.dtype)].append(index)
+    noisy = list(leaves)
+    for (layers, size, dtype), indices in alike.items():
+        draw = lambda words: (scale * jax.random.normal(_fold_in(key, words), (size,), dtype)).astype(dtype)
         at_once = max(1, _BATCH // max(1, prod(layers) * size))
-        for start in range(0, len(paths), at_once):
-            batch = paths[start : start + at_once]
-            words = np.stack([_layer_words(path, layers) for path in batch])
-            for path, noise in zip(batch, _draw(key, words, size, dtype), strict=True):
-                leaf = leaves[path]
+        for start in range(0, len(indices), at_once):
+            batch = indices[start : start + at_once]
+            words = np.stack([_layer_words(names[index], layers) for index in batch])
+            for index, noise in zip(batch, _draw_all(draw, words), strict=True):
+                leaf = leaves[index]
                 noise = noise[:, : prod(leaf.shape[len(layers) :])].reshape(leaf.shape)
-                noisy[path] = (leaf + scale * noise).astype(leaf.dtype)
+                noisy[index] = (leaf.astype(dtype) + noise).astype(leaf.dtype)
     return noisy
 
 
-def _draw(
-    key: PRNGKeyArray, words: UInt32[np.ndarray, "leaves layers words"], size: int, dtype: Any
+def _draw_all(
+    draw: Callable[[UInt32[Array, " words"]], Inexact[Array, " size"]],
+    words: UInt32[np.ndarray, "leaves layers words"],
 ) -> list[Inexact[Array, "layers size"]]:
-    """Standard normal numbers for each leaf and layer."""
-    # One loop draws for all leaves, and the result is taken apart in two steps, rows within columns: ten thousand
+    """What `draw` draws for each leaf and layer."""
+    # One loop draws for all leaves, and the result is taken apart in two steps, columns and then rows: ten thousand
     # draws, or slices at ten thousand places, would each be compiled by itself, which takes minutes.
-    columns = isqrt(len(words) - 1) + 1
-    grid = np.resize(words, (ceil(len(words) / columns), columns, *words.shape[1:]))
-    draw_layer = lambda words: jax.random.normal(_fold_in(key, words), (size,), dtype)
-    draw_leaf = lambda words: jax.lax.map(draw_layer, words)
+    rows = isqrt(len(words) - 1) + 1
+    columns = ceil(len(words) / rows)
+    grid = np.resize(words, (columns, rows, *words.shape[1:])).swapaxes(0, 1)
+    draw_leaf = lambda words: jax.lax.map(draw, words)
     drawn = jax.lax.map(lambda row: tuple(jax.lax.map(draw_leaf, row)), grid)
-    return [drawn[index % columns][index // columns] for index in range(len(words))]
+    return [leaf for column in drawn for leaf in jnp.unstack(column)][: len(words)]
 
 
 def _size_to_draw(size: int) -> int:

@@ -13,7 +13,12 @@ from eqzoo.nn import Stack
 
 
 def leaves_with_paths(tree: PyTree, *, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    """Each leaf with its dotted path, in the order of `jax.tree.leaves`."""
+    """Each leaf with its dotted path, in the order of `jax.tree.leaves`.
+
+    ```python
+    leaves_with_paths({"layers": [1.0, 2.0]})  # [('layers.0', 1.0), ('layers.1', 2.0)]
+    ```
+    """
     return list(_walk(tree, "", is_leaf))
 
 
@@ -42,7 +47,12 @@ def _walk(tree: PyTree, prefix: str, is_leaf: Callable[[Any], bool] | None) -> I
 def map_with_path(
     function: Callable[[str, Any], Any], tree: PyTree, *, is_leaf: Callable[[Any], bool] | None = None
 ) -> PyTree:
-    """`jax.tree.map` whose function also gets the leaf's path."""
+    """`jax.tree.map` whose function also gets the leaf's path.
+
+    ```python
+    map_with_path(lambda path, leaf: 0.0 if path.endswith("b") else leaf, {"W": 1.0, "b": 2.0})  # {'W': 1.0, 'b': 0.0}
+    ```
+    """
     treedef = jax.tree.structure(tree, is_leaf=is_leaf)
     return jax.tree.unflatten(
         treedef, [function(path, leaf) for path, leaf in leaves_with_paths(tree, is_leaf=is_leaf)]

@@ -180,8 +180,8 @@ decayed = jax.tree.map(lambda leaf, decays: 0.99 * leaf if decays else leaf, par
 
 # %%
 # With `eqzoo.tree.map_with_path` a path is a string such as `0.W`. `eqzoo.tree.select` makes a mask from a pattern, and
-# `eqzoo.tree.decay_mask` knows the usual names and layers. Optax takes that function as it is, in `optax.adamw(1e-3,
-# weight_decay=0.05, mask=eqzoo.tree.decay_mask)`.
+# `eqzoo.tree.decay_mask` knows the usual names and layers. Optax takes that function as it is, as the `mask` of
+# `optax.adamw`.
 
 assert eqzoo.tree.map_with_path(lambda path, leaf: path.endswith("W"), params) == mask
 assert eqzoo.tree.select(params, "*.W") == mask
@@ -261,8 +261,9 @@ without_bias = {"W": 1.0, "b": None}
 print(jax.tree.leaves(without_bias), jax.tree.map(lambda leaf: 2 * leaf, without_bias))
 
 # %%
-# But a tree with a `None` and a tree with a leaf in its place don't match. Where a function should see the `None`, or a
-# whole container, `is_leaf` says where to stop:
+# With two trees, the first one decides. If it has a `None` where the second has a leaf, they don't match. The other way
+# round they do, and the function gets the `None` as its second argument, as it would get any container there. Where the
+# function should see the first tree's `None`, or a whole container of it, `is_leaf` says where to stop:
 
 is_none = lambda node: node is None
 defaults = {"W": 0.0, "b": 0.0}
@@ -332,4 +333,4 @@ print("changed:", *[difference.path for difference in eqzoo.tree.diff(model, noi
 # | two trees | `jax.tree.map(f, a, b)` | `lerp`, `ema`, `diff` |
 # | several trees | `jax.tree.map(f, *trees)` | `mean`, `stack`, `unstack` |
 #
-# Every helper is a few lines over `jax.tree_util`. If one does not do what you need, read it and write your own.
+# Most helpers are a few lines over `jax.tree_util`. If one does not do what you need, read it and write your own.

@@ -190,6 +190,25 @@ def test_what_finds_nothing_is_an_error_that_names_the_nearest(where, sentence):
         select(VIT, where)
 
 
+def test_one_of_several_types_may_be_absent():
+    """So that one `where` serves many models; a glob has to find something all the same."""
+    assert selected(VIT, (nn.LayerNorm, nn.BatchNorm)) == selected(VIT, nn.LayerNorm)
+    with pytest.raises(ValueError, match="holds no eqzoo.nn.norm.BatchNorm"):
+        select(VIT, (nn.BatchNorm, nn.GroupNorm))
+    with pytest.raises(ValueError, match="no number's path matches 'haed'"):
+        select(VIT, (nn.LayerNorm, "haed"))
+
+
+def test_nothing_means_nothing():
+    with pytest.raises(ValueError, match=r"^select: where=\(\) means nothing; pass a glob, a regex, a type or a predicate"):
+        select(VIT, ())
+
+
+def test_masks_and_texts_are_no_numbers():
+    tree = {"mask": jnp.ones(2, bool), "text": np.array(["a"]), "flag": np.bool_(True), "x": np.ones(2)}
+    assert selected(tree, lambda path, leaf: True) == ["x"]
+
+
 def test_an_error_for_an_empty_tree():
     with pytest.raises(ValueError, match=r"the nearest are none: the tree is empty$"):
         select({"a": None}, "a")
