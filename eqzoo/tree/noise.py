@@ -1,7 +1,7 @@
 """Noise on the numbers of a tree, each leaf's from a key of its own."""
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from math import ceil, isqrt, prod
@@ -52,42 +52,54 @@ def add_noise(tree: Tree, key: PRNGKeyArray, scale: float | Float[Array, ""], *,
     return jax.tree.unflatten(treedef, leaves)
 
 
-@partial(jax.jit, static_argnames="names")
+@partial(jax.jit, static_argnames="names", inline=True)
 def _add_noise(
     leaves: list[Inexact[Array, "..."]], names: tuple[str, ...], key: PRNGKeyArray, scale: float | Float[Array, ""]
 ) -> list[Inexact[Array, "..."]]:
+    axes = [name.count(LAYERS) for name in names]
+    times = Counter(leaf.shape[layers:] for leaf, layers in zip(leaves, axes, strict=True))
     alike = defaultdict(list)
-    for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
-        axes = name.count(LAYERS)
-        size = _size_to_draw(prod(leaf.shape[axes:]))
-        alike[leaf.shape[:axes], size, _at_least_float32(leaf.dtype)].append(index)
+    for index, (leaf, layers) in enumerate(zip(leaves, axes, strict=True)):
+        shape = leaf.shape[layers:]
+        form = shape if times[shape] > 1 else (_size_to_draw(prod(shape)),)
+        alike[leaf.shape[:layers], form, _at_least_float32(leaf.dtype)].append(index)
     noisy = list(leaves)
-    for (layers, size, dtype), indices in alike.items():
-        draw = lambda words: (scale * jax.random.normal(_fold_in(key, words), (size,), dtype)).astype(dtype)
-        at_once = max(1, _BATCH // max(1, prod(layers) * size))
+    for (layers, form, dtype), indices in alike.items():
+        numbers = prod(form)
+
+        def draw(words):
+            noise = jax.random.normal(_fold_in(key, words), (_size_to_draw(numbers),), dtype)
+            return (scale * noise[:numbers]).reshape(form).astype(dtype)
+
+        at_once = max(1, _BATCH // max(1, prod(layers) * numbers))
         for start in range(0, len(indices), at_once):
             batch = indices[start : start + at_once]
             words = np.stack([_layer_words(names[index], layers) for index in batch])
             for index, noise in zip(batch, _draw_all(draw, words), strict=True):
                 leaf = leaves[index]
-                noise = noise[:, : prod(leaf.shape[len(layers) :])].reshape(leaf.shape)
-                noisy[index] = (leaf.astype(dtype) + noise).astype(leaf.dtype)
+                if noise.shape != leaf.shape:
+                    noise = noise.reshape(*layers, -1)[..., : prod(leaf.shape[len(layers) :])].reshape(leaf.shape)
+                noisy[index] = jax.lax.add(leaf.astype(dtype), noise).astype(leaf.dtype)
     return noisy
 
 
 def _draw_all(
-    draw: Callable[[UInt32[Array, " words"]], Inexact[Array, " size"]],
-    words: UInt32[np.ndarray, "leaves layers words"],
-) -> list[Inexact[Array, "layers size"]]:
+    draw: Callable[[UInt32[Array, " words"]], Inexact[Array, "..."]],
+    words: UInt32[np.ndarray, "leaves *layers words"],
+) -> list[Inexact[Array, "..."]]:
     """What `draw` draws for each leaf and layer."""
     # One loop draws for all leaves, and the result is taken apart in two steps, columns and then rows: ten thousand
     # draws, or slices at ten thousand places, would each be compiled by itself, which takes minutes.
     rows = isqrt(len(words) - 1) + 1
     columns = ceil(len(words) / rows)
     grid = np.resize(words, (columns, rows, *words.shape[1:])).swapaxes(0, 1)
-    draw_leaf = lambda words: jax.lax.map(draw, words)
-    drawn = jax.lax.map(lambda row: tuple(jax.lax.map(draw_leaf, row)), grid)
-    return [leaf for column in drawn for leaf in jnp.unstack(column)][: len(words)]
+    for _ in words.shape[1:]:
+        draw = partial(jax.lax.map, draw)
+    drawn = jax.lax.map(lambda row: tuple(draw(row)), grid)
+    shape = drawn[0].shape[1:] or (1,)
+    drawn = [column.reshape(-1, *shape[1:]) for column in drawn]  # for a slice of it is a leaf's noise as it is
+    places = [(column, row * shape[0]) for column in drawn for row in range(rows)][: len(words)]
+    return [jax.lax.slice_in_dim(column, start, start + shape[0]) for column, start in places]
 
 
 def _size_to_draw(size: int) -> int:
@@ -103,10 +115,10 @@ def _words(path: str) -> UInt32[np.ndarray, " words"]:
     return np.frombuffer(hashlib.sha256(path.encode()).digest(), ">u4", count=2).astype(np.uint32)
 
 
-def _layer_words(path: str, layers: tuple[int, ...]) -> UInt32[np.ndarray, "layers words"]:
+def _layer_words(path: str, layers: tuple[int, ...]) -> UInt32[np.ndarray, "*layers words"]:
     """What to fold in for each layer: the words of the leaf's path and the layer's index, axis by axis."""
-    indices = np.indices(layers, np.uint32).reshape(len(layers), prod(layers)).T
-    return np.concatenate([np.broadcast_to(_words(path), (prod(layers), 2)), indices], axis=1)
+    indices = np.moveaxis(np.indices(layers, np.uint32), 0, -1)
+    return np.concatenate([np.broadcast_to(_words(path), (*layers, 2)), indices], axis=-1)
 
 
 def _fold_in(key: PRNGKeyArray, words: UInt32[Array | np.ndarray, " words"]) -> PRNGKeyArray:

@@ -27,7 +27,8 @@ def test_the_example_of_a_docstring_runs_and_gives_what_it_says(name, monkeypatc
     monkeypatch.chdir(tmp_path)
     examples = BLOCK.findall(inspect.getdoc(FUNCTIONS[name]) or "")
     assert examples, f"{name} needs an example in its docstring"
-    namespace = {"jax": jax, "jnp": jnp, "eqx": eqx, "optax": optax, "eqzoo": eqzoo} | vars(eqzoo.tree) | vars(eqzoo.train)
+    namespace = {"jax": jax, "jnp": jnp, "eqx": eqx, "optax": optax, "eqzoo": eqzoo}
+    namespace |= vars(eqzoo.tree) | vars(eqzoo.train)
     for example in examples:
         lines = example.splitlines()
         for statement in ast.parse(example).body:

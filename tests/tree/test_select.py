@@ -200,7 +200,7 @@ def test_one_of_several_types_may_be_absent():
 
 
 def test_nothing_means_nothing():
-    with pytest.raises(ValueError, match=r"^select: where=\(\) means nothing; pass a glob, a regex, a type or a predicate"):
+    with pytest.raises(ValueError, match=r"^select: where=\(\) means nothing; pass a glob, a regex, a type or a pred"):
         select(VIT, ())
 
 
