@@ -27,3 +27,15 @@ else:
     @pytest.fixture(autouse=True)
     def _torch_draws_the_same_numbers_every_time():
         torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def compile_quickly():
+    """For modules that compile many programs and run each once or twice."""
+    import jax  # after the settings above
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()  # a program compiled otherwise rounds otherwise
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()

@@ -1,25 +1,17 @@
 """The facts that eqzoo carries about upstream's checkpoints are those that upstream states."""
 
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 
 import eqzoo
 from eqzoo._facts import timm_facts, torchvision_facts, transformers_facts
-
-ROOT = Path(__file__).parents[1]
+from tests.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("make_facts", ROOT / "scripts" / "make_facts.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("make_facts")
 
 
 def test_files_hold_what_the_installed_upstreams_state(script):

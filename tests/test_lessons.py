@@ -1,6 +1,5 @@
 """The lessons' pages are what the lessons' scripts say and print."""
 
-import importlib.util
 import math
 import os
 import re
@@ -10,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts" / "lessons"
@@ -79,19 +80,10 @@ More prose.
 """
 
 
-def load_script():
-    spec = importlib.util.spec_from_file_location("make_lessons", ROOT / "scripts" / "make_lessons.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def small(monkeypatch, tmp_path):
     """The script `make_lessons` on a folder that holds one small lesson."""
-    make_lessons = load_script()
+    make_lessons = load_script("make_lessons")
     monkeypatch.setattr(make_lessons, "SCRIPTS", tmp_path)
     monkeypatch.setattr(make_lessons, "PAGES", tmp_path)
     monkeypatch.setattr("sys.argv", ["make_lessons.py"])
@@ -142,7 +134,7 @@ def test_a_lesson_that_fails_leaves_its_page_alone(small, tmp_path):
 
 def test_every_lesson_has_a_page_that_is_up_to_date():
     assert {page.stem for page in PAGES.glob("*.md")} - {"index"} == set(NAMES)
-    stale = [name for name in NAMES if load_script().is_stale(name)]
+    stale = [name for name in NAMES if load_script("make_lessons").is_stale(name)]
     assert not stale, "run python scripts/make_lessons.py"
 
 
@@ -166,7 +158,7 @@ def test_a_lesson_prints_what_its_page_shows(name, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     page = (PAGES / f"{name}.md").read_text()
-    cells = [cell for cell in load_script().read(name).cells if cell.code]
+    cells = [cell for cell in load_script("make_lessons").read(name).cells if cell.code]
     promised = [
         (line, cell.is_timing)
         for cell, output in zip(cells, CODE_AND_OUTPUT.findall(page), strict=True)

@@ -30,12 +30,8 @@ class Step(NamedTuple):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compile_quickly():
+def _compile_quickly(compile_quickly):
     """The battery compiles hundreds of programs and runs each once or twice."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
 
 
 @pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.model.__name__)

@@ -18,11 +18,7 @@ from tests.contract.table import ROWS, assert_close, error, randomised
 KEY = jax.random.key(0)
 
 
-@pytest.fixture(autouse=True)
-def _compile_quickly():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 class Layer(eqx.Module):

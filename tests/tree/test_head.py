@@ -22,13 +22,7 @@ VISION = [row for row in ROWS if hasattr(row.config, "num_classes")]
 VIT = next(row for row in ROWS if row.model is eqzoo.ViT)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_quickly():
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.clear_caches()  # a program compiled otherwise rounds otherwise
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 @pytest.fixture(scope="module", params=VISION, ids=lambda row: row.model.__name__)

@@ -24,13 +24,7 @@ LAYERS = (nn.Linear, nn.Conv2d, nn.Embedding)
 ROW = {row.model.__name__: row for row in ROWS}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_quickly():
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.clear_caches()  # a program compiled otherwise rounds otherwise
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 @pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.model.__name__)

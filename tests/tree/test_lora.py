@@ -24,13 +24,7 @@ CONFIG = eqzoo.GPT2Config(dim=16, depth=3, heads=2, hidden=24, vocab=40, context
 ADAPTED = ("*.query", "*.value", "*.mlp")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_quickly():
-    """Each program runs once or a few times."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 def gpt2(config=CONFIG):
