@@ -72,7 +72,7 @@ def clip_by_global_norm(tree: Tree, max_norm: float | Float[Array, ""]) -> Tree:
 
 
 def _factor(norm: Float[Array, "*layers"], max_norm: float | Float[Array, ""]) -> Float[Array, "*layers"]:
-    return jnp.minimum(1.0, max_norm / norm)
+    return 1 / jnp.maximum(1.0, norm / max_norm)
 
 
 def _scaled(leaf: Any, factor: Float[Array, "*layers"]) -> Float[Array, "..."]:

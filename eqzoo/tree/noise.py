@@ -79,7 +79,8 @@ def _add_noise(
                 leaf = leaves[index]
                 if noise.shape != leaf.shape:
                     noise = noise.reshape(*layers, -1)[..., : prod(leaf.shape[len(layers) :])].reshape(leaf.shape)
-                noisy[index] = jax.lax.add(leaf.astype(dtype), noise).astype(leaf.dtype)
+                wide = jax.lax.convert_element_type(leaf, dtype)
+                noisy[index] = jax.lax.convert_element_type(jax.lax.add(wide, noise), leaf.dtype)
     return noisy
 
 

@@ -225,3 +225,11 @@ def test_ten_thousand_replacements_take_no_quadratic_time():
     tree = [{"W": 0.0, "b": 0.0} for _ in range(5000)]
     new = replace(tree, dict.fromkeys(paths(tree), 1.0))
     assert all(leaf == 1.0 for leaf in jax.tree.leaves(new))
+
+
+def test_a_layer_takes_the_dtype_of_its_stack():
+    stack = nn.Stack(lambda key: nn.Linear(2, 2, key=key), 3, key=KEY)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), stack)
+    bias = replace(half, {"[1].bias": jnp.ones(2)}).block.bias
+    assert bias.dtype == jnp.bfloat16
+    assert np.array_equal(bias[1], [1, 1])
