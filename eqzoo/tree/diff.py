@@ -67,7 +67,7 @@ def check_same_structure(name: str, *trees: PyTree) -> None:
 
 def _form(tree: PyTree) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef, [np.shape(leaf) if is_number(leaf) else None for leaf in leaves]
+    return treedef, [np.shape(leaf) if _is_array(leaf) else None for leaf in leaves]
 
 
 def _differences(path: str, a: Any, b: Any, rtol: float, atol: float) -> Iterator[Difference]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree, UInt32
 
+from eqzoo.nn._init import is_traced
 from eqzoo.tree._level import LAYERS
 from eqzoo.tree.paths import paths
 from eqzoo.tree.select import Where, is_float, select
@@ -46,14 +47,15 @@ def add_noise(tree: Tree, key: PRNGKeyArray, scale: float | Float[Array, ""], *,
     chosen = [True] * len(leaves) if where is None else jax.tree.leaves(select(tree, where))
     meant = [index for index, leaf in enumerate(leaves) if chosen[index] and is_float(leaf)]
     names = paths(tree)
-    noisy = _add_noise([leaves[index] for index in meant], tuple(names[index] for index in meant), key, scale)
+    floats = [leaf if hasattr(leaf, "shape") else jnp.asarray(leaf) for leaf in (leaves[index] for index in meant)]
+    add = _noisy if any(map(is_traced, (key, *floats))) else _compiled
+    noisy = add(floats, tuple(names[index] for index in meant), key, scale)
     for index, leaf in zip(meant, noisy, strict=True):
         leaves[index] = leaf
     return jax.tree.unflatten(treedef, leaves)
 
 
-@partial(jax.jit, static_argnames="names", inline=True)
-def _add_noise(
+def _noisy(
     leaves: list[Inexact[Array, "..."]], names: tuple[str, ...], key: PRNGKeyArray, scale: float | Float[Array, ""]
 ) -> list[Inexact[Array, "..."]]:
     axes = [name.count(LAYERS) for name in names]
@@ -82,6 +84,9 @@ def _add_noise(
                 wide = jax.lax.convert_element_type(leaf, dtype)
                 noisy[index] = jax.lax.convert_element_type(jax.lax.add(wide, noise), leaf.dtype)
     return noisy
+
+
+_compiled = jax.jit(_noisy, static_argnames="names")
 
 
 def _draw_all(

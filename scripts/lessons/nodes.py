@@ -224,7 +224,7 @@ for Dense in (KeyedDense, DataDense, PlainDense, ModuleDense):
 #
 # ## An array in a static field
 #
-# It seems harmless to mark an array static so that no optimiser will touch it. But JAX has to compare static data, and
+# It seems harmless to mark an array static so that no optimizer will touch it. But JAX has to compare static data, and
 # `==` of two arrays is an array, not an answer:
 
 
@@ -249,7 +249,7 @@ except ValueError as error:
 # %%
 # The first call worked: there was nothing to compare with. The second call, with an equal mask, fails. Tests that call
 # a function once don't find this. Equinox warns when such a module is made. The remedy: make the mask an ordinary
-# field, and tell the *optimiser* what not to train (`eqzoo.tree.freeze`), or use `jax.lax.stop_gradient`.
+# field, and tell the *optimizer* what not to train (`eqzoo.tree.freeze`), or use `jax.lax.stop_gradient`.
 #
 # ## Hashable and comparable
 #

@@ -265,3 +265,8 @@ def test_values_and_dtypes_are_no_structure():
     with pytest.raises(ValueError, match="x: only in b") as caught:
         check_same_structure("lerp", {"W": jnp.zeros(2), "b": 1}, {"W": jnp.ones(2, jnp.bfloat16), "b": 2, "x": 1})
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_the_shapes_of_masks_count():
+    with pytest.raises(ValueError, match=r"mask: shape \(2,\) \| \(3,\)"):
+        check_same_structure("stack", {"mask": jnp.ones(2, bool)}, {"mask": jnp.ones(3, bool)})
