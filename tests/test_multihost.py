@@ -18,6 +18,8 @@ import sys
 import eqzoo  # starts no backend, or initialize() would fail
 import jax
 
+# One program after the other: two at a time may talk to the other process in another order there, and wait for ever.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 coordinator, processes, index, file = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 if processes > 1:
     jax.distributed.initialize(coordinator, processes, index)
@@ -71,7 +73,11 @@ def results(processes: int, file: Path) -> list[list[float]]:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     workers = [start(processes, index, coordinator, file) for index in range(processes)]
-    outputs = [worker.communicate(timeout=300)[0] for worker in workers]
+    try:
+        outputs = [worker.communicate(timeout=300)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
     assert [worker.returncode for worker in workers] == [0] * processes, "\n".join(outputs)
     return [[float(n) for n in out.split("RESULT", 1)[1].split("\n")[0].split()] for out in outputs]
 
