@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from eqzoo.tree._level import LAYERS, children, join, label
 from eqzoo.tree.diff import check_same_structure
-from eqzoo.tree.select import is_number
+from eqzoo.tree.select import is_array, is_number
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -69,7 +69,7 @@ def _with_layer(path: str, old: PyTree, new: PyTree) -> PyTree:
     layers = tuple(slice(None) if layer == "*" else int(layer) for layer in _LAYER_INDEX.findall(path))
 
     def read(leaf):
-        if not _is_array(leaf):
+        if not is_array(leaf):
             return leaf
         for layer, depth in zip(layers, leaf.shape, strict=False):
             if isinstance(layer, int) and layer >= depth:
@@ -77,7 +77,7 @@ def _with_layer(path: str, old: PyTree, new: PyTree) -> PyTree:
         return leaf[layers]
 
     def write(leaf, part):
-        if _is_array(leaf):
+        if is_array(leaf):
             return jnp.asarray(leaf).at[layers].set(jnp.asarray(part, leaf.dtype))
         if leaf is not part and leaf != part:
             raise ValueError(f"replace: {path}: all layers of a stack share what is no array: {leaf}, not {part}")
@@ -85,10 +85,6 @@ def _with_layer(path: str, old: PyTree, new: PyTree) -> PyTree:
 
     check_same_structure(f"replace: {path}", jax.tree.map(read, old), new)
     return jax.tree.map(write, old, new)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)
 
 
 def _place(path: str) -> str:

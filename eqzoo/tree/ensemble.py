@@ -1,16 +1,16 @@
 """Many trees as one: an ensemble has the structure of its members, and arrays with one more axis."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from eqzoo.tree.diff import check_same_structure, diff
 from eqzoo.tree.paths import leaves_with_paths
+from eqzoo.tree.select import is_array
 
 Tree = TypeVar("Tree", bound=PyTree)
 
@@ -27,7 +27,7 @@ def stack(trees: Sequence[Tree]) -> Tree:
     if not trees:
         raise ValueError("stack: there are no trees to stack; pass at least one")
     check_same_structure("stack", *trees)
-    arrays, others = zip(*(eqx.partition(tree, _is_array) for tree in trees), strict=True)
+    arrays, others = zip(*(eqx.partition(tree, is_array) for tree in trees), strict=True)
     for index, other in enumerate(others[1:], start=1):
         if found := diff(others[0], other):
             raise ValueError(f"stack: trees 0 and {index} differ (a | b) in what is no array: {found[0]}")
@@ -41,7 +41,7 @@ def unstack(tree: Tree) -> list[Tree]:
     [each["W"].shape for each in unstack({"W": jnp.ones((3, 2)), "activation": "relu"})]  # [(2,), (2,), (2,)]
     ```
     """
-    named = [(path, leaf) for path, leaf in leaves_with_paths(tree) if _is_array(leaf)]
+    named = [(path, leaf) for path, leaf in leaves_with_paths(tree) if is_array(leaf)]
     if not named:
         raise ValueError("unstack: the tree holds no arrays, so there is no axis to take apart")
     (first, array), *_ = named
@@ -51,9 +51,5 @@ def unstack(tree: Tree) -> list[Tree]:
                 f"unstack: all arrays must lead with one axis of the same length, but {first or 'the leaf'} has shape "
                 f"{array.shape} and {path or 'the leaf'} has shape {leaf.shape}"
             )
-    take = lambda index: jax.tree.map(lambda leaf: leaf[index] if _is_array(leaf) else leaf, tree)
+    take = lambda index: jax.tree.map(lambda leaf: leaf[index] if is_array(leaf) else leaf, tree)
     return [take(index) for index in range(array.shape[0])]
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)

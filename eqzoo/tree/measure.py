@@ -11,6 +11,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
+from eqzoo.nn._precision import at_least_float32
 from eqzoo.tree._level import LAYERS
 from eqzoo.tree.paths import map_with_path
 from eqzoo.tree.select import is_float, is_number
@@ -96,7 +97,7 @@ def has_values(leaf: Any) -> bool:
     return not isinstance(leaf, jax.ShapeDtypeStruct | Tracer) and getattr(leaf, "is_fully_addressable", True)
 
 
-def in_bundles(leaves: list[Shaped[Array, "..."]]) -> list[Shaped[Array, "..."]]:
+def _in_bundles(leaves: list[Shaped[Array, "..."]]) -> list[Shaped[Array, "..."]]:
     """The numbers of `leaves` in fewer arrays, small ones joined: XLA takes 30 ms to compile the sum of each array."""
     small = [jax.lax.reshape(leaf, (leaf.size,)) for leaf in leaves if leaf.size <= SMALL]  # faster than `ravel`
     large = [leaf for leaf in leaves if leaf.size > SMALL]
@@ -108,18 +109,18 @@ def in_bundles(leaves: list[Shaped[Array, "..."]]) -> list[Shaped[Array, "..."]]
 
 @jax.jit
 def _norm(leaves):
-    return optax.tree.norm(in_bundles([_at_least_float32(leaf) for leaf in leaves]))
+    return optax.tree.norm(_in_bundles([at_least_float32(jnp.asarray(leaf)) for leaf in leaves]))
 
 
 @partial(jax.jit, static_argnums=1)
 def _norms(leaf, layer_axes):
-    x = _at_least_float32(leaf)
+    x = at_least_float32(jnp.asarray(leaf))
     return jnp.sqrt(jnp.sum(x * x, axis=tuple(range(layer_axes, x.ndim))))
 
 
 @partial(jax.jit, static_argnums=1)
 def _stats(leaf, layer_axes):
-    x = _at_least_float32(leaf)
+    x = at_least_float32(jnp.asarray(leaf))
     axes = tuple(range(layer_axes, x.ndim))
     return Stats(
         min=jnp.min(x, axes, initial=jnp.inf),  # an empty leaf has no smallest number
@@ -129,7 +130,3 @@ def _stats(leaf, layer_axes):
         norm=_norms(leaf, layer_axes),
         nonfinite=jnp.sum(~jnp.isfinite(x), axes),
     )
-
-
-def _at_least_float32(leaf):
-    return jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))

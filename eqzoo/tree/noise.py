@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from math import ceil, isqrt, prod
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from eqzoo.tree.select import Where, is_float, select
 
 Tree = TypeVar("Tree", bound=PyTree)
 
-_BATCH = 2**24
+_BATCH = 2**24  # numbers drawn at a time, so that a large model needs little memory besides its own
 
 
 def key_for(key: PRNGKeyArray, path: str) -> PRNGKeyArray:
@@ -64,7 +64,7 @@ def _noisy(
     for index, (leaf, layers) in enumerate(zip(leaves, axes, strict=True)):
         shape = leaf.shape[layers:]
         form = shape if times[shape] > 1 else (_size_to_draw(prod(shape)),)
-        alike[leaf.shape[:layers], form, _at_least_float32(leaf.dtype)].append(index)
+        alike[leaf.shape[:layers], form, jnp.promote_types(leaf.dtype, jnp.float32)].append(index)
     noisy = list(leaves)
     for (layers, form, dtype), indices in alike.items():
         numbers = prod(form)
@@ -103,7 +103,9 @@ def _draw_all(
         draw = partial(jax.lax.map, draw)
     drawn = jax.lax.map(lambda row: tuple(draw(row)), grid)
     shape = drawn[0].shape[1:] or (1,)
-    drawn = [column.reshape(-1, *shape[1:]) for column in drawn]  # for a slice of it is a leaf's noise as it is
+    drawn = [
+        column.reshape(rows * shape[0], *shape[1:]) for column in drawn
+    ]  # for a slice of it is a leaf's noise as it is
     places = [(column, row * shape[0]) for column in drawn for row in range(rows)][: len(words)]
     return [jax.lax.slice_in_dim(column, start, start + shape[0]) for column, start in places]
 
@@ -111,10 +113,6 @@ def _draw_all(
 def _size_to_draw(size: int) -> int:
     """Small leaves are drawn a little larger, so that leaves of many sizes are drawn alike."""
     return 1 << (size - 1).bit_length() if 0 < size <= 2**12 else size
-
-
-def _at_least_float32(dtype: Any) -> Any:
-    return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
 def _words(path: str) -> UInt32[np.ndarray, " words"]:

@@ -60,6 +60,11 @@ def _selected(tree: PyTree, part: Any) -> list[bool]:
     raise ValueError(f"select: where={part!r} is none of these: a glob, a regex, a type, a predicate of path and leaf")
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, JAX's or numpy's, of numbers or anything else."""
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
 def is_number(leaf: Any) -> bool:
     """Whether a leaf is an array of numbers, the shape of one, or a Python number; flags and random keys are none."""
     is_array = isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array_like(leaf)

@@ -18,7 +18,7 @@ def predict(subject: Subject, model) -> Array:
     return eqx.filter_jit(eqx.filter_vmap(eqzoo.freeze(model, subject.state)))(subject.xs)
 
 
-def decay_mask(subject: Subject, predictions: Array) -> None:
+def check_decay_mask(subject: Subject, predictions: Array) -> None:
     """One step of AdamW without gradients shrinks the weights of the layers that multiply, and moves nothing else."""
     params = eqx.filter(subject.model, eqx.is_inexact_array)
     optimizer = optax.adamw(0.5, weight_decay=0.5, mask=tree.decay_mask)
@@ -35,7 +35,7 @@ def weights_of_layers(subject: Subject) -> set[str]:
     return {f"{path}.weight" for path, node in layers if is_layer(node)}
 
 
-def layer_scales(subject: Subject, predictions: Array) -> None:
+def check_layer_scales(subject: Subject, predictions: Array) -> None:
     """One at the head, and a power of the decay elsewhere, that rises by one from layer to layer of a stack."""
     params = eqx.filter(subject.model, eqx.is_inexact_array)
     scales = tree.layer_scales(subject.model, 0.5)
@@ -47,7 +47,7 @@ def layer_scales(subject: Subject, predictions: Array) -> None:
         assert np.array_equal(powers, powers[0] - np.arange(len(leaf) if "[*]" in path else 1)), path
 
 
-def add_noise(subject: Subject, predictions: Array) -> None:
+def check_add_noise(subject: Subject, predictions: Array) -> None:
     """Of the asked size in every leaf and layer, no two alike."""
     noisy = eqx.filter_jit(tree.add_noise)(subject.model, jax.random.key(0), 0.1)
     noise = jax.tree.map(lambda a, b: a - b, *(eqx.filter(m, eqx.is_inexact_array) for m in (noisy, subject.model)))
@@ -60,7 +60,7 @@ def add_noise(subject: Subject, predictions: Array) -> None:
     assert len({row[:2].tobytes() for row in rows}) == len(rows)
 
 
-def summary(subject: Subject, predictions: Array) -> None:
+def check_summary(subject: Subject, predictions: Array) -> None:
     """Says how many numbers there are, and names the first leaf and the last."""
     text = str(tree.summary(subject.model))
     assert f"{tree.count(subject.model):,}" in text
@@ -69,7 +69,7 @@ def summary(subject: Subject, predictions: Array) -> None:
     assert arrays[-1] in text
 
 
-def lora(subject: Subject, predictions: Array) -> None:
+def check_lora(subject: Subject, predictions: Array) -> None:
     """At first nothing changes; the gradient reaches every adapter; merged is unmerged."""
     where = lambda path, leaf: ".convs.1." not in path  # a convolution with groups can't have one
     adapted = tree.lora(subject.model, where, rank=2, key=jax.random.key(0))
@@ -98,7 +98,7 @@ def lora(subject: Subject, predictions: Array) -> None:
     assert_close(predict(subject, merged), outputs, 1e-5)
 
 
-def int8(subject: Subject, predictions: Array) -> None:
+def check_int8(subject: Subject, predictions: Array) -> None:
     """Every weight within half a step of its channel, a fraction of the bytes, nearly the outputs."""
     small = tree.quantize(subject.model, lambda path, leaf: path in weights_of_layers(subject))
     assert tree.nbytes(small) < 0.5 * tree.nbytes(subject.model)  # these are tiny: a scale serves few weights
@@ -115,15 +115,25 @@ def int8(subject: Subject, predictions: Array) -> None:
     assert_close(outputs, predictions, 0.1)
 
 
-def bfloat16(subject: Subject, predictions: Array) -> None:
+def check_bfloat16(subject: Subject, predictions: Array) -> None:
     """Half the bytes, computed with in float32."""
     half = tree.cast(subject.model, jnp.bfloat16)
     assert 2 * tree.nbytes(eqx.filter(half, eqx.is_array)) == tree.nbytes(eqx.filter(subject.model, eqx.is_array))
     assert_close(predict(subject, half), predictions, 0.1)
 
 
-@pytest.mark.parametrize(
-    "tool", [decay_mask, layer_scales, add_noise, summary, lora, int8, bfloat16], ids=lambda tool: tool.__name__
-)
+CHECKS = {
+    "decay_mask": check_decay_mask,
+    "layer_scales": check_layer_scales,
+    "add_noise": check_add_noise,
+    "summary": check_summary,
+    "lora": check_lora,
+    "int8": check_int8,
+    "bfloat16": check_bfloat16,
+}
+
+
+@pytest.mark.parametrize("tool", CHECKS)
 def test_the_toolkit_works_on_every_family(subject, predictions, tool):
-    tool(subject, predictions)
+    """What each check asserts stands in the function of its name."""
+    CHECKS[tool](subject, predictions)

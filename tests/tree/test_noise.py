@@ -206,3 +206,9 @@ def test_a_thousand_leaves_compile_to_as_many_small_sums():
     tree = [{"W": jnp.zeros((8, 8)), "b": jnp.zeros(8)} for _ in range(500)]
     text = jax.jit(lambda tree: add_noise(tree, KEY, 1.0)).lower(tree).as_text()
     assert text.count("stablehlo.while") < 30  # a loop that draws, for each shape and not for each leaf
+
+
+def test_empty_leaves_stay_empty():
+    tree = {"a": jnp.ones((3, 0)), "b": jnp.ones((3, 0)), "c": jnp.ones(0), "d": jnp.ones(2)}
+    noisy = add_noise(tree, KEY, 1.0)
+    assert [leaf.shape for leaf in jax.tree.leaves(noisy)] == [(3, 0), (3, 0), (0,), (2,)]
