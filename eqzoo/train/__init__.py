@@ -1,3 +1,34 @@
 """What a training loop calls; the loop itself stays in the script."""
 
+from eqzoo.train import plots as plots
+from eqzoo.train.accumulate import accumulate as accumulate
+from eqzoo.train.checkpoints import Checkpoints as Checkpoints
+from eqzoo.train.classifier import Classifier as Classifier
+from eqzoo.train.classifier import Preparation as Preparation
+from eqzoo.train.classifier import load_classifier as load_classifier
+from eqzoo.train.classifier import load_pretrained as load_pretrained
+from eqzoo.train.classifier import save_classifier as save_classifier
+from eqzoo.train.losses import binary_cross_entropy as binary_cross_entropy
+from eqzoo.train.losses import cross_entropy as cross_entropy
+from eqzoo.train.losses import distillation as distillation
+from eqzoo.train.losses import focal as focal
+from eqzoo.train.losses import info_nce as info_nce
+from eqzoo.train.losses import siglip as siglip
+from eqzoo.train.losses import weighted_mean as weighted_mean
+from eqzoo.train.metrics import Calibration as Calibration
+from eqzoo.train.metrics import Mean as Mean
+from eqzoo.train.metrics import accuracy as accuracy
+from eqzoo.train.metrics import add_up as add_up
+from eqzoo.train.metrics import calibration as calibration
+from eqzoo.train.metrics import collect as collect
+from eqzoo.train.metrics import confusion as confusion
+from eqzoo.train.model_options import model_options as model_options
+from eqzoo.train.optimizer import OptimizerOptions as OptimizerOptions
+from eqzoo.train.options import parse as parse
+from eqzoo.train.precision import Policy as Policy
+from eqzoo.train.progress import Progress as Progress
+from eqzoo.train.run import Run as Run
+from eqzoo.train.run import RunOptions as RunOptions
+from eqzoo.train.state import Skipped as Skipped
 from eqzoo.train.state import TrainState as TrainState
+from eqzoo.train.stop import Stop as Stop
