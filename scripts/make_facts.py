@@ -1,4 +1,5 @@
-"""Write eqzoo/facts/torchvision.json and timm.json: what the installed torchvision and timm state about their weights.
+"""Write eqzoo/facts/torchvision.json and timm.json: what the installed torchvision and timm state about their weights;
+and imagenet_classes.json: what torchvision calls ImageNet's 1000 classes.
 
 python scripts/make_facts.py
 
@@ -22,6 +23,7 @@ except RuntimeError:  # torch's CPU build lacks operators that torchvision names
     import torchvision
 
 import timm
+from torchvision.models._meta import _IMAGENET_CATEGORIES
 
 import eqzoo
 
@@ -94,6 +96,7 @@ def files() -> dict[Path, str]:
     return {
         FOLDER / "torchvision.json": as_json(torchvision_facts()),
         FOLDER / "timm.json": as_json(timm_facts()),
+        FOLDER / "imagenet_classes.json": json.dumps(_IMAGENET_CATEGORIES, indent=0) + "\n",
     }
 
 
@@ -106,7 +109,7 @@ def main() -> None:
             sys.exit(f"{path} is out of date; run python scripts/make_facts.py")
         if not check:
             path.write_text(text, encoding="utf-8")
-            print(f"{path}: {len(text.splitlines()) - 2} sources")
+            print(f"{path}: {len(text.splitlines()) - 2} entries")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -22,34 +24,53 @@ def run(*command: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_train_classifier_learns_with_a_model_of_the_zoo():
+def test_train_classifier_learns_with_a_model_of_the_zoo(tmp_path):
     out = run(
         *("scripts/train_classifier.py", "--model", "mlp", "--epochs", "3"),
-        *("--options", "image_size", "16", "in_channels", "3", "--image-size", "16"),
+        *("--image-size", "16", "--folder", str(tmp_path)),
     )
-    accuracies = [float(percent) for percent in re.findall(r"test accuracy ([\d.]+)%", out)]
+    accuracies = [float(percent) for percent in re.findall(r"test: .* accuracy ([\d.]+)%", out)]
     assert len(accuracies) == 3
     assert accuracies[-1] > 85
+    folder = tmp_path / "mlp-1"
+    assert {path.name for path in folder.iterdir()} >= {
+        *("config.json", "metrics.jsonl", "curves.png", "samples.png", "model.safetensors", "classifier.json"),
+        "checkpoints",
+    }
 
 
-def test_train_classifier_takes_a_class_of_the_user(tmp_path):
-    (tmp_path / "mynet.py").write_text(
-        "import equinox as eqx\n"
-        "class Net(eqx.Module):\n"
-        "    linear: eqx.nn.Linear\n"
-        "    def __init__(self, num_classes, *, key):\n"
-        "        self.linear = eqx.nn.Linear(192, num_classes, key=key)\n"
-        "    def __call__(self, x, *, key=None):\n"
-        "        return self.linear(x.reshape(-1))\n"
-    )
+def test_train_classifier_computes_in_half_precision_accumulates_averages_and_adds_noise(tmp_path):
+    options = ("--compute", "bfloat16", "--accumulate", "2", "--ema", "0.9", "--gradient-noise", "1e-4", "--remat")
+    augment = ("--flip", "--crop", "0.5", "--erase", "0.1", "--rand-augment", "3", "--mixup", "0.2", "--cutmix", "0.5")
     out = run(
-        *("scripts/train_classifier.py", "--model", "mynet:Net", "--epochs", "1", "--image-size", "8"),
-        PYTHONPATH=str(tmp_path),
+        *("scripts/train_classifier.py", "--model", "vit_tiny_patch16_224", "--options", "patch_size", "4"),
+        *("depth", "2", "dim", "48", "--image-size", "8", "--epochs", "6", "--optimizer", "muon"),
+        *("--layer-decay", "0.9", "--folder", str(tmp_path), *options, *augment),
     )
-    assert "mynet:Net: 1,930 parameters" in out
+    assert float(re.findall(r"test accuracy ([\d.]+)%", out)[0]) > 30
 
 
-def test_help_explains_every_option():
-    out = run("scripts/train_classifier.py", "--help")
-    for option in ("--model", "--options", "--image-size", "--epochs", "--batch-size", "--learning-rate", "--seed"):
-        assert option in out
+def test_the_same_seed_gives_the_same_run(tmp_path):
+    command = ("scripts/train_classifier.py", "--model", "resnet18", "--options", "widths", "(8,16)", "depths", "(1,1)")
+    command = (*command, "--image-size", "8", "--epochs", "2", "--batch-size", "128", "--folder", str(tmp_path))
+    for seed in (0, 0, 1):
+        run(*command, "--seed", str(seed))
+    weights = [(tmp_path / f"resnet18-{number}" / "model.safetensors").read_bytes() for number in (1, 2, 3)]
+    assert weights[0] == weights[1] != weights[2]
+
+
+@pytest.mark.parametrize("script", ["train_classifier", "train_lm", "finetune", "evaluate", "predict"])
+def test_help_explains_every_option(script):
+    out = run(f"scripts/{script}.py", "--help", COLUMNS="200")
+    assert "```" not in out
+    unexplained = re.findall(r"^. (--\S+ \S+) +\(default", out, re.MULTILINE)
+    assert set(unexplained) <= {"--epochs INT", "--seed INT", "--steps INT", "--batch-size INT", "--lora-rank INT"}
+    assert "--model" in out
+
+
+@pytest.mark.parametrize("script", ["train_classifier", "train_lm", "finetune"])
+def test_the_loop_and_its_step_can_be_seen_at_a_glance(script):
+    text = (ROOT / "scripts" / f"{script}.py").read_text()
+    (step,) = re.findall(r"\n    @eqx\.filter_jit\(donate.*?\n\n", text, re.DOTALL)
+    (loop,) = re.findall(r"\n        for step, batch in .*?break\n", text, re.DOTALL)
+    assert len((step.strip() + "\n" + loop.strip()).splitlines()) < 40

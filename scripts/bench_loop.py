@@ -1,0 +1,97 @@
+"""What a training loop costs beyond its compiled step: data, copies to the device, metrics, progress and the log.
+
+Rounds of the step alone, on one batch that is on the device already, and rounds of the whole loop take turns; the best
+round of each counts. The model is one whose step takes about 50 ms on two cores of a CPU. For example:
+
+python scripts/bench_loop.py
+"""
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import equinox as eqx
+import jax
+
+import eqzoo
+from eqzoo import data, sharding, train
+
+MEAN = STD = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True)
+class Options:
+    rounds: int = 7
+    steps: int = 60
+    """In each round."""
+    batch_size: int = 64
+    width: int = 24
+    """Of the ResNet's first stage: how long a step takes."""
+
+
+def main(options: Options) -> None:
+    mesh = sharding.make_mesh(data=jax.device_count())
+    images, _ = data.load_images("digits")
+    widths = tuple(options.width * factor for factor in (1, 2, 4, 8))
+    model, state = eqzoo.create("resnet18", widths=widths, num_classes=10, key=jax.random.key(0))
+    optimizer = train.OptimizerOptions().make(model, 10_000)
+    train_state = train.TrainState.create(model, state, optimizer, key=jax.random.key(1))
+    augment = data.Augment()
+
+    def loss_fn(model, state, batch):
+        forward = jax.vmap(eqzoo.apply, axis_name="batch", in_axes=(None, None, 0), out_axes=(0, None))
+        logits, state = forward(model, state, batch["image"])
+        losses = train.cross_entropy(logits, batch["target"])
+        metrics = {
+            "loss": train.Mean.of(losses, batch["weight"]),
+            "accuracy": train.accuracy(logits, batch["label"], batch["weight"]),
+        }
+        return train.weighted_mean(losses, batch["weight"]), (state, metrics)
+
+    @eqx.filter_jit
+    def train_step(train_state, batch):
+        key = jax.random.fold_in(train_state.key, train_state.step)
+        batch = augment(batch, key, classes=10, mean=MEAN, std=STD)
+        gradient = eqx.filter_value_and_grad(loss_fn, has_aux=True)
+        (_, (state, metrics)), grads = gradient(train_state.model, train_state.state, batch)
+        parameters = eqx.filter(train_state.model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, train_state.opt_state, parameters)
+        model = eqx.apply_updates(train_state.model, updates)
+        train_state = train_state.next(model, state, opt_state, grads)
+        return train_state, metrics | {"skipped": train_state.skipped}
+
+    def bare(train_state, batch):
+        start = time.perf_counter()
+        for _ in range(options.steps):
+            train_state, _ = train_step(train_state, batch)
+        jax.block_until_ready(train_state)
+        return time.perf_counter() - start
+
+    def whole(train_state, run):
+        batches = data.on_device(data.batches(images, options.batch_size, seed=0, steps=options.steps), mesh)
+        batch = next(batches)  # a round is a piece of a long training, whose reader runs already
+        start = time.perf_counter()
+        with train.Stop() as stop, train.Progress(options.steps, per_step=options.batch_size) as progress:
+            for step in range(1, options.steps + 1):
+                train_state, metrics = train_step(train_state, batch)
+                progress.update(step, metrics)
+                if stop.requested(step):
+                    break
+                batch = next(batches, None)
+            run.log(options.steps, train=progress.means())
+        jax.block_until_ready(train_state)
+        return time.perf_counter() - start
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = train.Run(train.RunOptions(folder=Path(folder)), options)
+        batch = next(data.on_device(data.batches(images, options.batch_size, seed=0, steps=1), mesh))
+        bare(train_state, batch)
+        rounds = [(bare(train_state, batch), whole(train_state, run)) for _ in range(options.rounds)]
+    alone, together = (min(times) / options.steps for times in zip(*rounds, strict=True))
+    print(f"step alone {1e3 * alone:.1f} ms, in the loop {1e3 * together:.1f} ms: {together / alone - 1:+.1%}")
+    print("round by round:", ", ".join(f"{loop / step - 1:+.1%}" for step, loop in rounds))
+
+
+if __name__ == "__main__":
+    main(train.parse(Options, __doc__))
