@@ -1,6 +1,7 @@
 """The model zoo of JAX and Equinox: every model a pytree, every training loop in sight."""
 
 from eqzoo import checkpoint as checkpoint
+from eqzoo import data as data
 from eqzoo import nn as nn
 from eqzoo import sharding as sharding
 from eqzoo import train as train

@@ -1,4 +1,4 @@
-"""The command line: `python -m eqzoo list|show|fetch|check|convert`."""
+"""The command line: `python -m eqzoo list|show|fetch|check|convert|runs`."""
 
 import argparse
 import json
@@ -88,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as stored)"
     )
+
+    added = command(_runs, "compare training runs", "python -m eqzoo runs --plot curves.png")
+    added.add_argument(
+        "folders", nargs="*", default=["runs"], metavar="FOLDER", help="runs, or folders of runs (default: runs)"
+    )
+    added.add_argument("--plot", metavar="FILE", help="draw the runs' curves together")
     return parser
 
 
@@ -346,6 +352,30 @@ def _convert(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return _print_json(written)
     print(f"wrote {written['parameters']:,} parameters to {arguments.destination}")
+    return 0
+
+
+# runs
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    from eqzoo._runs import describe, find_runs, table
+
+    console = None if arguments.json else _console()
+    folders = find_runs(map(Path, arguments.folders))
+    runs = [describe(folder) for folder in folders]
+    if console is None:
+        _print_json(runs)
+    else:
+        titles, rows, numbers = table(runs)
+        console.print(_table(titles, rows, right=numbers))
+    if arguments.plot is not None:
+        from eqzoo.train import plots
+        from eqzoo.train.run import read_records
+
+        names = [folder.name for folder in folders]
+        labels = names if len(set(names)) == len(names) else map(str, folders)
+        plots.curves(dict(zip(labels, map(read_records, folders), strict=True)), arguments.plot)
     return 0
 
 

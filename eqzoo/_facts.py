@@ -22,7 +22,12 @@ def transformers_facts() -> Mapping[str, dict[str, Any]]:
     return _facts("transformers")
 
 
+def imagenet_classes() -> tuple[str, ...]:
+    """What torchvision calls ImageNet's 1000 classes, in their order."""
+    return tuple(_facts("imagenet_classes"))
+
+
 @functools.cache
-def _facts(upstream: str) -> Mapping[str, dict[str, Any]]:
-    file = importlib.resources.files("eqzoo") / "facts" / f"{upstream}.json"
+def _facts(name: str) -> Any:
+    file = importlib.resources.files("eqzoo") / "facts" / f"{name}.json"
     return json.loads(file.read_text(encoding="utf-8"))

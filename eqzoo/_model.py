@@ -74,14 +74,18 @@ def _copy(state: eqx.nn.State) -> eqx.nn.State:
 
 def _maker(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """What makes the model, given a key."""
+    _check_options(name, options, option_names(name))
     if ":" in name:
-        make = _import_class(name)
-        known = [n for n in inspect.signature(make).parameters if n != "key"]
-        _check_options(name, options, known)
-        return functools.partial(make, **options)
+        return functools.partial(_import_class(name), **options)
     family, config = variant(name)
-    _check_options(name, options, [field.name for field in dataclasses.fields(config)])
     return functools.partial(family.model, dataclasses.replace(config, **options))
+
+
+def option_names(name: str) -> list[str]:
+    """What `create` takes for this model: the fields of its config, or the arguments of a class of your own."""
+    if ":" in name:
+        return [argument for argument in inspect.signature(_import_class(name)).parameters if argument != "key"]
+    return [field.name for field in dataclasses.fields(variant(name)[1])]
 
 
 def _check_options(name: str, options: Mapping[str, Any], known: list[str]) -> None:

@@ -89,7 +89,7 @@ except SystemExit as exit:
     assert done.stdout.endswith("0 set()\n")
 
 
-@pytest.mark.parametrize("command", ["list", "show", "fetch", "check", "convert"])
+@pytest.mark.parametrize("command", ["list", "show", "fetch", "check", "convert", "runs"])
 def test_every_command_has_help_with_an_example(capsys, command):
     with pytest.raises(SystemExit, match="0"):
         cli.main([command, "--help"])

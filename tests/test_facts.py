@@ -5,7 +5,7 @@ import re
 import pytest
 
 import eqzoo
-from eqzoo._facts import timm_facts, torchvision_facts, transformers_facts
+from eqzoo._facts import imagenet_classes, timm_facts, torchvision_facts, transformers_facts
 from tests.scripts import load_script
 
 
@@ -16,7 +16,7 @@ def script():
 
 def test_files_hold_what_the_installed_upstreams_state(script):
     files = script.files()
-    assert {path.name for path in files} == {"torchvision.json", "timm.json"}
+    assert {path.name for path in files} == {"torchvision.json", "timm.json", "imagenet_classes.json"}
     for path, text in files.items():
         assert path.read_text(encoding="utf-8") == text, "run python scripts/make_facts.py"
 
@@ -29,6 +29,12 @@ def test_check_fails_for_a_file_that_is_out_of_date(script, monkeypatch, tmp_pat
         script.main()
     (tmp_path / "timm.json").write_text("new", encoding="utf-8")
     script.main()
+
+
+def test_each_of_imagenets_classes_has_a_name_of_its_own():
+    names = imagenet_classes()
+    assert len(set(names)) == 1000
+    assert (names[0], names[281], names[-1]) == ("tench", "tabby", "toilet tissue")
 
 
 def test_every_source_is_of_a_known_model():

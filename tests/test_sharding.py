@@ -1,5 +1,9 @@
 """Where numbers live: meshes, partition rules, and a training step that doesn't notice."""
 
+import re
+import subprocess
+import sys
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import eqzoo
 from eqzoo import tree
-from eqzoo.sharding import batch_sharding, make_mesh, shard, shard_batch, shardings
+from eqzoo.sharding import Devices, batch_sharding, gather, make_mesh, shard, shard_batch, shardings
+from eqzoo.train import OptimizerOptions, TrainState
 from eqzoo.tree import leaves_with_paths
 
 MLP = eqzoo.MLPConfig(hidden=(16, 24), image_size=4, num_classes=8)
@@ -229,3 +234,82 @@ def test_a_frozen_model_is_placed_by_its_models_rules(mesh):
     assert placed(frozen.model) == placed(expected)
     assert all(sharding.is_fully_replicated for sharding in placed(frozen.state))
     assert frozen(jnp.zeros((16, 16, 3))).shape == (8,)
+
+
+def test_a_batch_that_does_not_divide(mesh):
+    with pytest.raises(ValueError, match=r"a batch of 6 examples has no 4 parts .* data=2 x fsdp=2 .* a multiple of 4"):
+        shard_batch({"image": np.zeros((6, 3))}, mesh)
+
+
+def test_gather_puts_a_whole_copy_on_every_device(mesh):
+    model = eqzoo.MLP(MLP, key=jax.random.key(0))
+    given = {"model": model, "key": jax.random.key(1), "text": "text"}
+    sharded = {"model": shard(model, mesh), "key": shard(jax.random.key(1), mesh), "text": "text"}
+    for gathered in (gather(sharded, mesh), eqx.filter_jit(gather)(sharded, mesh)):
+        arrays = jax.tree.leaves(eqx.filter(gathered, eqx.is_array))
+        assert all(array.is_fully_replicated and len(array.sharding.device_set) == 8 for array in arrays)
+        assert eqx.tree_equal(jax.device_get(gathered), jax.device_get(given))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "muon"])
+def test_moments_and_averages_are_where_their_weights_are(optimizer, mesh):
+    """Placed at the start, and again by a step that is compiled; all else goes to every device."""
+    model, state = eqx.nn.make_with_state(eqzoo.GPT2)(GPT, key=jax.random.key(0))
+    given = TrainState.create(
+        model, state, OptimizerOptions(optimizer=optimizer).make(model, 10), key=jax.random.key(1), ema=True
+    )
+    places = dict(leaves_with_paths(shardings(model, mesh)))
+    split = {path for path, place in places.items() if _plain(place.spec)}
+    for placed in (shard(given, mesh), eqx.filter_jit(shard)(given, mesh)):
+        count = 0
+        for path, leaf in leaves_with_paths(eqx.filter(placed, eqx.is_array)):
+            weight = next((weight for weight in split if path.endswith(f".{weight}") and leaf.ndim), None)
+            if weight is None:
+                assert leaf.is_fully_replicated, path
+            else:
+                assert leaf.sharding.is_equivalent_to(places[weight], leaf.ndim), path
+                count += 1
+        moments = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1}[optimizer]  # of Muon itself; its AdamW has two
+        assert count >= (2 + moments) * len(split)
+        assert eqx.tree_equal(jax.device_get(placed), jax.device_get(given))
+
+
+def test_devices_of_a_command_line():
+    assert dict(Devices().start().shape) == {"data": 8, "fsdp": 1, "model": 1}
+    assert dict(Devices(mesh="model=2,data=4").start().shape) == {"data": 4, "fsdp": 1, "model": 2}
+
+
+@pytest.mark.parametrize("mesh", ["data=4,fsdp", "data=4,data=2", "data=0", "data=4 fsdp=2", "tensor=8", "8"])
+def test_a_mesh_that_can_not_be_read(mesh):
+    with pytest.raises(ValueError, match=rf"--mesh {mesh}: expected sizes of data, fsdp and model, as in data=4"):
+        Devices(mesh=mesh).start()
+
+
+def test_a_mesh_of_other_devices():
+    with pytest.raises(ValueError, match=r"data=4 x fsdp=1 x model=1 is 4, but there are 8 devices; choose sizes"):
+        Devices(mesh="data=4").start()
+
+
+@pytest.mark.parametrize("given", [{"coordinator": "localhost:1"}, {"processes": 2}, {"process": 0}], ids=str)
+def test_other_processes_without_distributed(given):
+    with pytest.raises(ValueError, match="--coordinator, --processes and --process need --distributed; add it"):
+        Devices(**given).start()
+
+
+def test_a_coordinator_without_a_port():
+    with pytest.raises(ValueError, match="--coordinator localhost: expected HOST:PORT"):
+        Devices(distributed=True, coordinator="localhost", processes=2, process=0).start()
+
+
+@pytest.mark.parametrize("given", [{}, {"coordinator": "localhost:1"}], ids=str)
+def test_distributed_with_too_little_known(given):
+    """In a process of its own, for what it sets and because it comes before anything else."""
+    call = f"from eqzoo.sharding import Devices; Devices(distributed=True, **{given}).start()"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.fullmatch(
+        r"ValueError: --distributed: no cluster says which processes there are \(.*\); "
+        r"give each process --coordinator HOST:PORT --processes N --process I",
+        last,
+    )

@@ -15,7 +15,10 @@ def written_atomically(path: str | os.PathLike) -> Iterator[Path]:
         raise FileNotFoundError(f"The folder {path.parent} does not exist; create it before writing {path.name} there.")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)  # safetensors would have its files read by nobody else
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -122,9 +122,10 @@ def _norms(leaf, layer_axes):
 def _stats(leaf, layer_axes):
     x = at_least_float32(jnp.asarray(leaf))
     axes = tuple(range(layer_axes, x.ndim))
+    has_nan = jnp.any(jnp.isnan(x), axes)  # which the minimum of a large array doesn't show on a CPU (JAX 0.10 to 0.12)
     return Stats(
-        min=jnp.min(x, axes, initial=jnp.inf),  # an empty leaf has no smallest number
-        max=jnp.max(x, axes, initial=-jnp.inf),
+        min=jnp.where(has_nan, jnp.nan, jnp.min(x, axes, initial=jnp.inf)),  # an empty leaf has no smallest number
+        max=jnp.where(has_nan, jnp.nan, jnp.max(x, axes, initial=-jnp.inf)),
         mean=jnp.mean(x, axes),
         std=jnp.std(x, axes),
         norm=_norms(leaf, layer_axes),

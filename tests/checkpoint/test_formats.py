@@ -854,3 +854,9 @@ def test_reading_torch_files_imports_neither_torch_nor_safetensors(path):
     )
     result = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert result.stdout == "set()\n"
+
+
+def test_others_may_read_a_written_file_as_any_other(tmp_path):
+    (tmp_path / "usual").touch()
+    write_safetensors(tmp_path / "x.safetensors", {"x": np.ones(3)}, {})
+    assert (tmp_path / "x.safetensors").stat().st_mode == (tmp_path / "usual").stat().st_mode

@@ -151,6 +151,12 @@ def test_what_is_not_finite_is_counted_and_shows():
     assert (found[1].nonfinite, found[1].min, found[1].max) == (1, -jnp.inf, 1)
 
 
+@pytest.mark.parametrize("shape", [(300, 70), (3, 300, 70)])
+def test_a_nan_among_many_numbers_shows(shape):
+    found = stats(jnp.ones(shape).at[..., 100, 3].set(jnp.nan))
+    assert all(jnp.isnan(value) for value in found[:5])
+
+
 def test_an_empty_leaf_has_no_smallest_number():
     found = stats({"empty": jnp.zeros((0, 3))})["empty"]
     assert (found.min, found.max, found.norm, found.nonfinite) == (jnp.inf, -jnp.inf, 0, 0)
