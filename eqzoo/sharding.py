@@ -166,6 +166,8 @@ def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
                 f"choose a batch size that is a multiple of {parts}"
             )
     places = batch_sharding(mesh)
+    if hosts == 1:
+        return jax.device_put(batch, places)
     if _rows_are_local(mesh):
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(places, np.asarray(x)), batch)
     # The devices of a host need rows that another host has read: those are sent from there.

@@ -22,11 +22,11 @@ MEAN = STD = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int = 7
-    steps: int = 60
+    rounds: int = 20
+    steps: int = 40
     """In each round."""
     batch_size: int = 64
-    width: int = 24
+    width: int = 38
     """Of the ResNet's first stage: how long a step takes."""
 
 
