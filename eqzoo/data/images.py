@@ -1,7 +1,7 @@
 """Labelled images, as a source of batches."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ class Images:
     labels: Int32[np.ndarray, " images"]
     classes: tuple[str, ...]
     image_size: int
+    unreadable: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -44,6 +45,10 @@ class PreparedImages:
     images: Images
     prepare: Prepare
     shape: tuple[int, ...]
+
+    @property
+    def unreadable(self) -> set[int]:
+        return self.images.unreadable
 
     def __len__(self) -> int:
         return len(self.images)

@@ -20,7 +20,11 @@ Batch = dict[str, np.ndarray]
 
 @runtime_checkable
 class Source(Protocol):
-    """Examples that are read by their numbers. A source may also have `name(index) -> str`, for messages."""
+    """Examples that are read by their numbers.
+
+    A source may also have `name(index) -> str`, for messages, and a set `unreadable`, in which is kept which examples
+    were said to be so: they are then said once, and not once in each evaluation.
+    """
 
     def __len__(self) -> int: ...
 
@@ -134,7 +138,7 @@ def _shuffled(length: int, seed: int, epoch: int) -> Int[np.ndarray, " length"]:
 
 def _reporting(reading: Any, source: Source, bad_limit: int) -> Iterator[Batch]:
     iterator = iter(reading)
-    unreadable = set()
+    unreadable = getattr(source, "unreadable", set())
     try:
         for batch in iterator:
             weightless = ~batch["weight"].reshape(len(batch["weight"]), -1).any(axis=1)
@@ -148,7 +152,7 @@ def _reporting(reading: Any, source: Source, bad_limit: int) -> Iterator[Batch]:
                         f"{len(unreadable)} examples can't be read, the last of them {name}; "
                         f"repair or remove them, or allow more with bad_limit (now {bad_limit})"
                     )
-                print(f"can't be read and is left out: {name}", file=sys.stderr)
+                print(f"can't be read and is left out ({len(unreadable)} so far): {name}", file=sys.stderr)
             yield batch
     finally:
         iterator.close()

@@ -283,6 +283,9 @@ def test_damaged_files_are_examples_that_cannot_be_read(tmp_path, capsys):
     assert batch["image"][5].any()
     said = capsys.readouterr().err.splitlines()
     assert [Path(line.split()[-1]).name for line in said] == ["1.jpg", "2.jpg", "3.jpg", "4.jpg"]
+    list(batches(images, 6, seed=None))
+    list(batches(images.prepared(lambda picture: np.zeros((4, 4, 3), np.float32)), 6, seed=None))
+    assert capsys.readouterr().err == ""
 
 
 def test_an_image_that_claims_to_be_gigantic_is_not_decoded(tmp_path):

@@ -4,9 +4,8 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from multiprocessing import active_children
 
@@ -35,6 +34,13 @@ class Squares:
 
     def name(self, index):
         return f"square-{index}"
+
+
+@dataclass(frozen=True)
+class Remembering(Squares):
+    """Keeps which examples were said to be unreadable."""
+
+    unreadable: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,15 @@ def test_examples_that_cannot_be_read_weigh_nothing_and_are_named_once(capsys):
         assert not batch["square"][bad].any()
     said = capsys.readouterr().err.splitlines()
     assert sorted(line.split()[-1] for line in said) == ["square-2", "square-7"]
+    assert ["(1 so far)" in said[0], "(2 so far)" in said[1]] == [True, True]
+
+
+def test_a_source_that_keeps_what_was_named_hears_it_once_however_often_it_is_read(capsys):
+    source = Remembering(10, bad=frozenset({2, 7}))
+    for _ in range(3):
+        list(batches(source, 5, seed=None))
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert source.unreadable == {2, 7}
 
 
 def test_padding_is_not_taken_for_an_unreadable_example(capsys):
@@ -235,7 +250,7 @@ def test_workers_read_the_same_batches_and_are_gone_afterwards(capfd):
     for batch, numbers in zip(arrived, expected, strict=True):
         for name, array in batch.items():
             np.testing.assert_array_equal(array, numbers[name])
-    assert capfd.readouterr().err.strip() == "can't be read and is left out: square-2"
+    assert capfd.readouterr().err.strip() == "can't be read and is left out (1 so far): square-2"
 
     for _ in batches(source, 8, seed=1, workers=1):
         assert len(active_children()) == 1
@@ -248,13 +263,3 @@ def test_a_worker_that_fails_or_dies_ends_the_loop(kill, message):
     with pytest.raises(RuntimeError, match=message):
         list(batches(Plain(10, fatal=5, kill=kill), 2, seed=None, workers=1))
     assert active_children() == []
-
-
-def test_the_loader_costs_little_beside_reading():
-    """Less than a millisecond for each batch of 64, on a source of any size."""
-    for length in (1437, 50_000):
-        reading = batches(Plain(length), 64, seed=0, steps=300)
-        next(reading)
-        start = time.process_time()
-        assert len(list(reading)) == 299
-        assert (time.process_time() - start) / 299 < 1e-3
