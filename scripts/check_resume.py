@@ -25,7 +25,7 @@ from eqzoo.train.checkpoints import ARRAYS
 SCRIPT = Path(__file__).with_name("train_classifier.py")
 TRAINING = (
     *("--model", "resnet18", "--options", "depths", "(1,1)", "widths", "(8,16)", "--image-size", "8"),
-    *("--epochs", "12", "--ema", "0.9", "--flip", "--mixup", "0.2", "--save-every", "5"),
+    *("--epochs", "5", "--ema", "0.9", "--flip", "--mixup", "0.2", "--save-every", "5"),
 )
 
 

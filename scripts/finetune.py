@@ -153,6 +153,7 @@ def main(options: Options) -> None:
             if stopping:
                 break
         if step < steps:
+            run.draw()
             progress.say(f"stopped; to go on: python {sys.argv[0]} --resume {run.folder}")
             return
         train_state = checkpoints.restore(train_state, checkpoints.best)

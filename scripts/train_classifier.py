@@ -37,7 +37,7 @@ class Options:
     """`digits`, or a path: MNIST's or CIFAR's files, parquet, or a folder of images for each class."""
     image_size: int | None = None
     """What images are resized to; by default digits are 32 pixels, photographs 224, and the others as they are."""
-    epochs: int = 10
+    epochs: int = 8
     batch_size: int = 64
     """Of all devices together."""
     accumulate: int = 1
@@ -164,6 +164,7 @@ def main(options: Options) -> None:
             if stopping:
                 break
         if step < steps:
+            run.draw()
             progress.say(f"stopped; to go on: python {sys.argv[0]} --resume {run.folder}")
             return
         train_state = checkpoints.restore(train_state, checkpoints.best)

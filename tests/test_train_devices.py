@@ -177,6 +177,7 @@ def test_a_stopped_run_goes_on_with_other_devices(data, tmp_path):
     finish(processes, outputs)
     for run, output in ((eight, eight), (two, first)):
         assert not (run / "model.safetensors").exists()
+        assert (run / "curves.png").exists()
         (line,) = re.findall(r"stopped; to go on: python (.*)\n", printed(output))
         resume = [*shlex.split(line), "--mesh", "data=1"]
         resume[0] = Path(resume[0]).name

@@ -44,7 +44,8 @@ class RunOptions:
 
 class Run:
     """The folder `runs/NAME/` of a training run: `config.json` has all options and the versions of the libraries,
-    `metrics.jsonl` a line for each `log`, `curves.png` is drawn at the end. Of several processes, the first writes.
+    `metrics.jsonl` a line for each `log`, `curves.png` is drawn by `draw` and `finish`. Of several processes, the first
+    writes.
 
     A run that was stopped or killed goes on with `resume`; `truncate` then takes back what was logged after the
     checkpoint that it goes on from. Two processes can't work on one run.
