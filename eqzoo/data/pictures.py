@@ -4,7 +4,7 @@ import io
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float32, Int, Shaped, UInt8
 from eqzoo._optional import needed_for
 
 _USUAL_SIZE = 224
+_LARGE = 2**24  # bytes of pictures that are not kept at another size than their own
 
 Prepare = Callable[[Any], Float32[np.ndarray, "height width channels"]]
 
@@ -23,6 +24,7 @@ class Pixels:
 
     pixels: UInt8[np.ndarray, "pictures side side channels"]
     origin: str
+    _resized: dict[int, UInt8[np.ndarray, "pictures size size channels"]] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -37,9 +39,14 @@ class Pixels:
     def read(
         self, indices: Int[np.ndarray, " some"], size: int
     ) -> tuple[UInt8[np.ndarray, "some {size} {size} 3"], Bool[np.ndarray, " some"]]:
-        pixels = self.pixels[indices]
-        if size != self.own_size:
-            pixels = _resize(pixels, size)
+        if size == self.own_size:
+            pixels = self.pixels[indices]
+        elif self.pixels.size * (size / self.own_size) ** 2 > _LARGE:
+            pixels = _resize(self.pixels[indices], size)
+        else:  # a training reads them many times
+            if size not in self._resized:
+                self._resized[size] = _resize(self.pixels, size)
+            pixels = self._resized[size][indices]
         if pixels.shape[-1] == 1:
             pixels = np.repeat(pixels, 3, axis=-1)
         return pixels, np.ones(len(indices), bool)
