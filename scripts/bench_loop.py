@@ -24,8 +24,8 @@ MEAN = STD = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int = 150
-    steps: int = 10
+    rounds: int = 60
+    steps: int = 40
     """In each round."""
     batch_size: int = 64
     width: int = 22
