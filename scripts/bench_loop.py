@@ -1,12 +1,13 @@
 """What a training loop costs beyond its compiled step: data, copies to the device, metrics, progress and the log.
 
-Rounds of the step alone, on one batch that is on the device already, and rounds of the whole loop take turns; the
-median of their ratios counts, in time and in the processor time of all threads. The model is one whose step takes about
-50 ms on two cores of a CPU. For example:
+Rounds of the step alone, on one batch that is on the device already, and rounds of the whole loop take turns. Each
+round of the loop is divided by the mean of the two around it; the median of these ratios counts, in time and in the
+processor time of all threads. The model is one whose step takes about 50 ms on two cores of a CPU. For example:
 
 python scripts/bench_loop.py
 """
 
+import itertools
 import tempfile
 import time
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ MEAN = STD = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int = 60
-    steps: int = 40
+    rounds: int = 150
+    steps: int = 20
     """In each round."""
     batch_size: int = 64
     width: int = 22
@@ -70,30 +71,34 @@ def main(options: Options) -> None:
         jax.block_until_ready(train_state)
         return clocks() - start
 
-    def whole(train_state, run):
-        # A round is a piece of a long training, whose reader runs already, and goes on.
-        batches = data.on_device(data.batches(images, options.batch_size, seed=0), mesh)
-        batch = next(batches)
+    def whole(train_state, batches, progress, stop, run):
         start = clocks()
-        with train.Stop() as stop, train.Progress(options.steps, per_step=options.batch_size) as progress:
-            for step in range(1, options.steps + 1):
-                train_state, metrics = train_step(train_state, batch)
-                progress.update(step, metrics)
-                if stop.requested(step):
-                    break
-                batch = next(batches)
-            run.log(options.steps, train=progress.means())
+        for step, batch in enumerate(itertools.islice(batches, options.steps), start=1):
+            train_state, metrics = train_step(train_state, batch)
+            progress.update(step, metrics)
+            if stop.requested(step):
+                break
+        run.log(options.steps, train=progress.means())
         jax.block_until_ready(train_state)
         return clocks() - start
 
-    with tempfile.TemporaryDirectory() as folder:
+    batches = data.on_device(data.batches(images, options.batch_size, seed=0), mesh)
+    batch = next(batches)
+    bare(train_state, batch)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        train.Stop() as stop,
+        train.Progress(options.steps, per_step=options.batch_size) as progress,
+    ):
         run = train.Run(train.RunOptions(folder=Path(folder)), options)
-        batch = next(data.on_device(data.batches(images, options.batch_size, seed=0, steps=1), mesh))
-        bare(train_state, batch)
-        rounds = [(bare(train_state, batch), whole(train_state, run)) for _ in range(options.rounds)]
-    alone, together = np.swapaxes(rounds, 0, 1) / options.steps
-    print(f"step alone {1e3 * np.median(alone[:, 0]):.1f} ms (median of {options.rounds} rounds)")
-    for name, ratios in zip(("time", "processor time"), (together / alone).T, strict=True):
+        alone, together = [bare(train_state, batch)], []
+        for _ in range(options.rounds):
+            together.append(whole(train_state, batches, progress, stop, run))
+            alone.append(bare(train_state, batch))
+    neighbours = np.add(alone[:-1], alone[1:]) / 2
+    step_time = np.median(neighbours[:, 0]) / options.steps
+    print(f"step alone {1e3 * step_time:.1f} ms (median of {options.rounds} rounds)")
+    for name, ratios in zip(("time", "processor time"), (together / neighbours).T, strict=True):
         low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
         print(f"the loop takes {middle - 1:+.1%} more {name} (half of the rounds: {low - 1:+.1%} to {high - 1:+.1%})")
 

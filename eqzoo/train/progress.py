@@ -3,6 +3,7 @@
 import functools
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,13 +16,15 @@ from eqzoo.train.metrics import Mean
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
+PER_SECOND = 4
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Progress:
     """Follows a training: adds up the metrics of its steps, stops it if too many in a row were skipped, and shows a
-    line with all that on a terminal. A step's metrics are read when the next step has been given to the device, which
-    so never waits for Python.
+    line with all that on a terminal. Each step is waited for when the next one has been given to the device, which so
+    never waits for Python; metrics are read as often as the line is drawn, those of several short steps together.
 
     ```python
     progress = Progress(2, unit="images", per_step=64)
@@ -50,7 +53,8 @@ class Progress:
         self._total, self._start = total, start
         self._unit, self._per_step = unit, per_step
         self._max_skips, self._paths = max_skips, paths
-        self._waiting: tuple[int, Mapping[str, Any]] | None = None
+        self._unread: list[tuple[int, dict[str, Any]]] = []
+        self._read_at = -math.inf
         self._sums: dict[str, tuple[float, float]] = {}
         self._first = jax.process_index() == 0
         self._bar: Bar | None = None
@@ -76,8 +80,11 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step has been started, with metrics to come: `Mean`s or scalars by name, and under `skipped` what
         `TrainState` counts."""
-        self._read()
-        self._waiting = (step, metrics)
+        if self._unread:
+            jax.block_until_ready(self._unread[-1])
+            if time.monotonic() - self._read_at >= 1 / PER_SECOND:
+                self._read()
+        self._unread.append((step, dict(metrics)))
 
     def means(self) -> dict[str, float]:
         """The metrics of all steps since this was last asked, each weighted by its examples. Steps that were skipped
@@ -105,22 +112,21 @@ class Progress:
         return counted  # type: ignore[return-value]
 
     def _read(self) -> None:
-        if self._waiting is None:
-            return
-        step, metrics = self._waiting
-        self._waiting = None
-        numbers = jax.device_get(dict(metrics))
-        skipped = numbers.pop("skipped", None)
-        for name, number in numbers.items():
-            total, weight = (number.total, number.weight) if isinstance(number, Mean) else (number, 1.0)
-            if skipped is not None and skipped.in_a_row > 0:
-                total, weight = 0.0, 0.0
-            total_before, weight_before = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = (total_before + float(total), weight_before + float(weight))
-        if self._bar is not None:
+        unread, self._unread = self._unread, []
+        self._read_at = time.monotonic()
+        step, skipped = self._start, None
+        for step, numbers in jax.device_get(unread):
+            skipped = numbers.pop("skipped", None)
+            for name, number in numbers.items():
+                total, weight = (number.total, number.weight) if isinstance(number, Mean) else (number, 1.0)
+                if skipped is not None and skipped.in_a_row > 0:
+                    total, weight = 0.0, 0.0
+                total_before, weight_before = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (total_before + float(total), weight_before + float(weight))
+            if skipped is not None:
+                skipped.check(self._paths, self._max_skips, step)
+        if unread and self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, numbers=self._line(skipped))
-        if skipped is not None:
-            skipped.check(self._paths, self._max_skips, step)
 
     def _line(self, skipped: Any) -> str:
         assert self._bar is not None
@@ -161,5 +167,5 @@ def _bar() -> "Bar":
         TimeRemainingColumn(elapsed_when_finished=True),
         console=Console(),
         expand=True,
-        refresh_per_second=4,
+        refresh_per_second=PER_SECOND,
     )

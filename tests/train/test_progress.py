@@ -7,12 +7,14 @@ import pty
 import re
 import subprocess
 import sys
+import time
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 
+import eqzoo.train.progress as progress_module
 from eqzoo.train.metrics import Mean
 from eqzoo.train.progress import Progress, number_text
 from eqzoo.train.state import Skipped
@@ -60,13 +62,22 @@ def test_if_all_were_skipped_there_is_no_number():
     assert math.isnan(progress.means()["loss"])
 
 
-def test_too_many_skips_in_a_row_end_the_run():
+def test_too_many_skips_in_a_row_end_the_run(monkeypatch):
+    monkeypatch.setattr(progress_module, "PER_SECOND", math.inf)
     progress = Progress(10, max_skips=2, paths=["first", "second"])
     for step in (1, 2):
         progress.update(step, {"loss": jnp.array(0.0), "skipped": skipped(step)})
     progress.update(3, {"loss": jnp.array(0.0), "skipped": skipped(3)})
     with pytest.raises(FloatingPointError, match="not finite in 3 steps in a row, the last of them step 3.* in second"):
         progress.update(4, {"loss": jnp.array(0.0), "skipped": skipped(4)})
+
+
+def test_steps_that_are_read_together_are_looked_at_one_by_one():
+    progress = Progress(10, max_skips=2, paths=["first", "second"])
+    for step, in_a_row in enumerate([0, 1, 2, 3, 0], start=1):
+        progress.update(step, {"loss": jnp.array(0.0), "skipped": skipped(in_a_row)})
+    with pytest.raises(FloatingPointError, match="the last of them step 4"):
+        progress.means()
 
 
 def test_the_last_step_is_looked_at_too():
@@ -82,16 +93,20 @@ def test_an_error_in_the_loop_is_the_one_that_is_seen():
         raise KeyError
 
 
-def test_a_step_is_read_once_the_next_is_under_way(monkeypatch):
-    read = []
-    monkeypatch.setattr(jax, "device_get", lambda tree: read.append(dict(tree)) or tree)
-    progress = Progress(3)
-    progress.update(1, {"loss": 1.0})
-    assert read == []
-    progress.update(2, {"loss": 2.0})
-    assert read == [{"loss": 1.0}]
-    progress.means()
-    assert read == [{"loss": 1.0}, {"loss": 2.0}]
+def test_a_step_is_waited_for_once_the_next_is_under_way(monkeypatch):
+    """And read with others, four times a second."""
+    waited, read, now = [], [], 100.0
+    monkeypatch.setattr(jax, "block_until_ready", lambda step: waited.append(step[0]))
+    monkeypatch.setattr(jax, "device_get", lambda steps: read.append([step for step, _ in steps]) or steps)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress = Progress(10)
+    for step in range(1, 8):
+        progress.update(step, {"loss": float(step)})
+        now += 0.1
+    assert waited == [1, 2, 3, 4, 5, 6]
+    assert read == [[1], [2, 3, 4]]
+    assert progress.means() == {"loss": 4.0}
+    assert read == [[1], [2, 3, 4], [5, 6, 7]]
 
 
 @eqx.filter_jit(donate="all")
