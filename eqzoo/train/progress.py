@@ -16,7 +16,7 @@ from eqzoo.train.metrics import Mean
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-PER_SECOND = 4
+_PER_SECOND = 4  # how often the line is drawn, and metrics are read
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -82,7 +82,7 @@ class Progress:
         `TrainState` counts."""
         if self._unread:
             jax.block_until_ready(self._unread[-1])
-            if time.monotonic() - self._read_at >= 1 / PER_SECOND:
+            if time.monotonic() - self._read_at >= 1 / _PER_SECOND:
                 self._read()
         self._unread.append((step, dict(metrics)))
 
@@ -114,19 +114,25 @@ class Progress:
     def _read(self) -> None:
         unread, self._unread = self._unread, []
         self._read_at = time.monotonic()
-        step, skipped = self._start, None
-        for step, numbers in jax.device_get(unread):
-            skipped = numbers.pop("skipped", None)
-            for name, number in numbers.items():
-                total, weight = (number.total, number.weight) if isinstance(number, Mean) else (number, 1.0)
-                if skipped is not None and skipped.in_a_row > 0:
-                    total, weight = 0.0, 0.0
-                total_before, weight_before = self._sums.get(name, (0.0, 0.0))
-                self._sums[name] = (total_before + float(total), weight_before + float(weight))
-            if skipped is not None:
-                skipped.check(self._paths, self._max_skips, step)
-        if unread and self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, numbers=self._line(skipped))
+        steps = jax.device_get(unread)
+        for step, numbers in steps:
+            self._add(step, numbers)
+        if steps and self._bar is not None:
+            step, numbers = steps[-1]
+            self._bar.update(self._bar.task_ids[0], completed=step, numbers=self._line(numbers.get("skipped")))
+
+    def _add(self, step: int, numbers: dict[str, Any]) -> None:
+        skipped = numbers.get("skipped")
+        for name, number in numbers.items():
+            if name == "skipped":
+                continue
+            total, weight = (number.total, number.weight) if isinstance(number, Mean) else (number, 1.0)
+            if skipped is not None and skipped.in_a_row > 0:
+                total, weight = 0.0, 0.0
+            total_before, weight_before = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = (total_before + float(total), weight_before + float(weight))
+        if skipped is not None:
+            skipped.check(self._paths, self._max_skips, step)
 
     def _line(self, skipped: Any) -> str:
         assert self._bar is not None
@@ -167,5 +173,5 @@ def _bar() -> "Bar":
         TimeRemainingColumn(elapsed_when_finished=True),
         console=Console(),
         expand=True,
-        refresh_per_second=PER_SECOND,
+        refresh_per_second=_PER_SECOND,
     )

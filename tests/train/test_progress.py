@@ -63,7 +63,7 @@ def test_if_all_were_skipped_there_is_no_number():
 
 
 def test_too_many_skips_in_a_row_end_the_run(monkeypatch):
-    monkeypatch.setattr(progress_module, "PER_SECOND", math.inf)
+    monkeypatch.setattr(progress_module, "_PER_SECOND", math.inf)
     progress = Progress(10, max_skips=2, paths=["first", "second"])
     for step in (1, 2):
         progress.update(step, {"loss": jnp.array(0.0), "skipped": skipped(step)})
