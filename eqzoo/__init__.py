@@ -1,5 +1,7 @@
 """The model zoo of JAX and Equinox: every model a pytree, every training loop in sight."""
 
+from typing import Any
+
 from eqzoo import checkpoint as checkpoint
 from eqzoo import data as data
 from eqzoo import nn as nn
@@ -15,14 +17,18 @@ from eqzoo._model import is_stateful as is_stateful
 from eqzoo._preprocessing import Preprocessing as Preprocessing
 from eqzoo._preprocessing import preprocessing as preprocessing
 from eqzoo._registry import list_models as list_models
+from eqzoo._registry import public_classes as _public_classes
 from eqzoo._save import export as export
 from eqzoo._save import save as save
 from eqzoo.checkpoint import CheckpointError as CheckpointError
-from eqzoo.models.language.gpt2 import GPT2 as GPT2
-from eqzoo.models.language.gpt2 import GPT2Config as GPT2Config
-from eqzoo.models.vision.mlp import MLP as MLP
-from eqzoo.models.vision.mlp import MLPConfig as MLPConfig
-from eqzoo.models.vision.resnet import ResNet as ResNet
-from eqzoo.models.vision.resnet import ResNetConfig as ResNetConfig
-from eqzoo.models.vision.vit import ViT as ViT
-from eqzoo.models.vision.vit import ViTConfig as ViTConfig
+
+
+def __getattr__(name: str) -> Any:
+    """Every family's model and config, such as `eqzoo.ResNet` and `eqzoo.ResNetConfig`."""
+    if name.startswith("_") or name not in _public_classes():
+        raise AttributeError(f"module 'eqzoo' has no attribute {name!r}")
+    return _public_classes()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_public_classes()])

@@ -20,6 +20,12 @@ def families() -> tuple[Family, ...]:
 
 
 @functools.cache
+def public_classes() -> dict[str, type[Any]]:
+    """Every family's model and config by the names of their classes."""
+    return {each.__name__: each for family in families() for each in (family.model, family.config)}
+
+
+@functools.cache
 def _variants() -> dict[str, tuple[Family, Any]]:
     return {name: (family, config) for family in families() for name, config in family.variants.items()}
 

@@ -123,6 +123,29 @@ def assert_same_gradients(gradients: PyTree, model: torch.nn.Module, rules: Rule
         assert error <= tolerance, f"{name}: relative error {error:.2e}, above {tolerance:.0e}"
 
 
+def assert_same_results(
+    target: str | tuple[Family, Any],
+    upstream: torch.nn.Module,
+    images: np.ndarray,
+    rules: Rules,
+    *,
+    training: bool = False,
+) -> None:
+    """Outputs, the gradients of their mean square, and running statistics, for a batch of channels-last `images`."""
+    model, state = from_torch(target, upstream)
+    model = model if training else eqx.nn.inference_mode(model)
+    upstream.train(training)
+    (_, (outputs, state)), gradients = mean_square(model, state, jnp.asarray(images))
+    theirs = upstream(torch.tensor(images).permute(0, 3, 1, 2))
+    theirs.square().mean().backward()
+    assert_close(outputs, theirs, 1e-4)
+    assert_same_gradients(gradients, upstream, rules)
+    after = unfill(_merge(model, state), rules)
+    for name, buffer in upstream.named_buffers():
+        if name.endswith(("running_mean", "running_var", "num_batches_tracked")):
+            assert_close(after[name], buffer, 1e-5)
+
+
 def assert_names_and_shapes(target: str | tuple[Family, Any], upstream: Mapping[str, torch.Tensor]) -> None:
     """A state dict (on torch's meta device) fits the model completely, and the model's export is that state dict.
 

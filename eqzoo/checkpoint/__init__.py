@@ -19,3 +19,4 @@ from eqzoo.checkpoint.rules import Drop as Drop
 from eqzoo.checkpoint.rules import Rule as Rule
 from eqzoo.checkpoint.rules import Transform as Transform
 from eqzoo.checkpoint.rules import prefixed as prefixed
+from eqzoo.checkpoint.rules import staged as staged

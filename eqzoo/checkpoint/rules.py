@@ -112,6 +112,15 @@ def prefixed(source: str, target: str, rules: Sequence[Rule]) -> tuple[Rule, ...
     )
 
 
+def staged(source: str, target: str, rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The rules of a block for each block of an `nn.Stage`: upstream's number 0 is `first`, the others are `rest`."""
+    number = len(_GROUP.findall(source))
+    return (
+        *prefixed(rf"{source}0\.", f"{target}first.", rules),
+        *prefixed(rf"{source}(\d+)\.", f"{target}rest[{{{number}-1}}].", rules),
+    )
+
+
 def _check_source(source: str) -> None:
     literal = re.sub(r"\\\.", "", _GROUP.sub("", source))
     if re.search(r"[^\w]", literal):

@@ -4,6 +4,7 @@ from eqzoo.nn.activation import ACTIVATIONS as ACTIVATIONS
 from eqzoo.nn.activation import activation as activation
 from eqzoo.nn.activation import gelu as gelu
 from eqzoo.nn.activation import gelu_tanh as gelu_tanh
+from eqzoo.nn.activation import mish as mish
 from eqzoo.nn.activation import quick_gelu as quick_gelu
 from eqzoo.nn.attention import Attention as Attention
 from eqzoo.nn.attention import attend as attend
@@ -12,8 +13,10 @@ from eqzoo.nn.attention import merge_heads as merge_heads
 from eqzoo.nn.attention import split_heads as split_heads
 from eqzoo.nn.conv import Conv2d as Conv2d
 from eqzoo.nn.conv import conv2d as conv2d
+from eqzoo.nn.conv_norm import ConvNorm as ConvNorm
 from eqzoo.nn.dropout import Dropout as Dropout
 from eqzoo.nn.dropout import DropPath as DropPath
+from eqzoo.nn.dropout import block_depths as block_depths
 from eqzoo.nn.dropout import split_key as split_key
 from eqzoo.nn.linear import MLP as MLP
 from eqzoo.nn.linear import Embedding as Embedding
@@ -39,4 +42,5 @@ from eqzoo.nn.scale import LayerScale as LayerScale
 from eqzoo.nn.scale import SqueezeExcite as SqueezeExcite
 from eqzoo.nn.scale import round_channels as round_channels
 from eqzoo.nn.stack import Stack as Stack
+from eqzoo.nn.stack import Stage as Stage
 from eqzoo.nn.stack import scan_options as scan_options

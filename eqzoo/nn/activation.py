@@ -29,14 +29,23 @@ def quick_gelu(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
+def mish(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
+    return x * jnp.tanh(jax.nn.softplus(x))
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "leaky_relu": jax.nn.leaky_relu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "quick_gelu": quick_gelu,
     "silu": jax.nn.silu,
+    "hard_swish": jax.nn.hard_swish,
+    "mish": mish,
     "tanh": jnp.tanh,
     "sigmoid": jax.nn.sigmoid,
+    "hard_sigmoid": jax.nn.hard_sigmoid,
 }
 
 

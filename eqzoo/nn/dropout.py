@@ -1,8 +1,11 @@
 """Layers that need a key in training: dropout, and dropping a whole residual branch."""
 
+from collections.abc import Sequence
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 
@@ -41,6 +44,12 @@ class Dropout(eqx.Module):
             return x
         keep = jax.random.bernoulli(_keep(self, self.rate, key), 1 - self.rate, x.shape)
         return jnp.where(keep, x / (1 - self.rate), jnp.zeros_like(x))
+
+
+def block_depths(depths: Sequence[int]) -> tuple[Float[Array, " depth"], ...]:
+    """How deep each block of each stage lies: from 0 at the first to 1 at the last."""
+    every = np.linspace(0.0, 1.0, sum(depths), dtype=np.float32)
+    return tuple(map(jnp.asarray, np.split(every, np.cumsum(depths)[:-1])))
 
 
 class DropPath(eqx.Module):

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 
 from eqzoo.nn._conv_primitives import CONVOLUTIONS
 from eqzoo.nn._init import is_traced
+from eqzoo.nn.dropout import split_key
 
 Block = TypeVar("Block")
 Tree = TypeVar("Tree")
@@ -57,10 +58,10 @@ class Stack(eqx.Module, Generic[Block]):
         return self.scan(_stateless_step, x, (each, _layer_keys(key, self.depth)))[0]
 
     def with_state(
-        self, x: Float[Array, "*axes"], state: eqx.nn.State, *, key: PRNGKeyArray | None = None
+        self, x: Float[Array, "*axes"], state: eqx.nn.State, *, each: PyTree = None, key: PRNGKeyArray | None = None
     ) -> tuple[Float[Array, "*axes"], eqx.nn.State]:
-        """Run `x, state = block(x, state, key=key)` for each layer, each with its own part of the state."""
-        xs = (state.substate(self.block), _layer_keys(key, self.depth))
+        """As a call, with `x, state = block(x, state, key=key)`: each layer has its own part of the state."""
+        xs = (state.substate(self.block), each, _layer_keys(key, self.depth))
         x, substate = self.scan(_stateful_step, x, xs)
         return x, state.update(substate)
 
@@ -90,8 +91,50 @@ def _stateless_step(block, x, layer):
 
 
 def _stateful_step(block, x, layer):
-    state, key = layer
-    return block(x, state, key=key)
+    state, each, key = layer
+    return block(x, state, key=key) if each is None else block(x, state, each, key=key)
+
+
+class Stage(eqx.Module, Generic[Block]):
+    """A block that changes the size or the width of what it gets, then a stack of blocks that keep both.
+
+    `each` holds what the blocks are told, in arrays with a leading axis of length `depth`.
+    """
+
+    first: Block
+    rest: Stack[Block] | None
+
+    def __init__(
+        self,
+        make_first: Callable[[PRNGKeyArray], Block],
+        make_rest: Callable[[PRNGKeyArray], Block],
+        depth: int,
+        *,
+        key: PRNGKeyArray,
+    ):
+        key_first, key_rest = jax.random.split(key)
+        self.first = make_first(key_first)
+        self.rest = Stack(make_rest, depth - 1, key=key_rest) if depth > 1 else None
+
+    def __call__(
+        self, x: Float[Array, "*axes"], *, each: PyTree = None, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "*out_axes"]:
+        key_first, key_rest = split_key(key, 2)
+        first, rest = _first_and_rest(each)
+        x, _ = _stateless_step(self.first, x, (first, key_first))
+        return x if self.rest is None else self.rest(x, each=rest, key=key_rest)
+
+    def with_state(
+        self, x: Float[Array, "*axes"], state: eqx.nn.State, *, each: PyTree = None, key: PRNGKeyArray | None = None
+    ) -> tuple[Float[Array, "*out_axes"], eqx.nn.State]:
+        key_first, key_rest = split_key(key, 2)
+        first, rest = _first_and_rest(each)
+        x, state = _stateful_step(self.first, x, (state, first, key_first))
+        return (x, state) if self.rest is None else self.rest.with_state(x, state, each=rest, key=key_rest)
+
+
+def _first_and_rest(each: PyTree) -> tuple[PyTree, PyTree]:
+    return jax.tree.map(lambda array: array[0], each), jax.tree.map(lambda array: array[1:], each)
 
 
 def scan_options(model: Tree, *, remat: bool | None = None, unroll: int | None = None) -> Tree:

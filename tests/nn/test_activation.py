@@ -11,12 +11,17 @@ from eqzoo import nn
 
 TORCH = {
     "relu": torch.nn.functional.relu,
+    "relu6": torch.nn.functional.relu6,
+    "leaky_relu": torch.nn.functional.leaky_relu,
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": ACT2FN["gelu_new"],
     "quick_gelu": ACT2FN["quick_gelu"],
     "silu": torch.nn.functional.silu,
+    "hard_swish": torch.nn.functional.hardswish,
+    "mish": torch.nn.functional.mish,
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
+    "hard_sigmoid": torch.nn.functional.hardsigmoid,
 }
 
 
@@ -45,5 +50,5 @@ def test_keeps_bfloat16_and_is_as_exact_as_torch_there(name):
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"activation='gleu' is unknown; choose one of relu, gelu, .*sigmoid"):
+    with pytest.raises(ValueError, match=r"activation='gleu' is unknown; choose one of relu, .*gelu, .*sigmoid"):
         nn.activation("gleu")

@@ -7,6 +7,7 @@ none.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import equinox as eqx
@@ -16,9 +17,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqzoo import nn
 from eqzoo._types import check_choices, typed
-from eqzoo.checkpoint import BATCH_NORM, Rule, adapt, prefixed
+from eqzoo.checkpoint import BATCH_NORM, Rule, adapt, prefixed, staged
 from eqzoo.models._family import Family, Option, Options, Upstream, count_labels
-from eqzoo.nn._init import kaiming_fan_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,46 +60,13 @@ class ResNetConfig:
         return {"basic": 1, "bottleneck": 4}[self.block]
 
 
-class ConvNorm(eqx.Module):
-    conv: nn.Conv2d
-    norm: nn.BatchNorm
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        *,
-        stride: int = 1,
-        groups: int = 1,
-        key: PRNGKeyArray,
-    ):
-        self.conv = nn.Conv2d(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride=stride,
-            padding=kernel_size // 2,
-            groups=groups,
-            use_bias=False,
-            init=kaiming_fan_out,
-            key=key,
-        )
-        self.norm = nn.BatchNorm(out_channels)
-
-    def __call__(
-        self, x: Float[Array, "height width channels"], state: eqx.nn.State
-    ) -> tuple[Float[Array, "out_height out_width out"], eqx.nn.State]:
-        return self.norm(self.conv(x), state)
-
-
 class Stem(eqx.Module):
     """To half the image's size by one wide convolution."""
 
-    conv: ConvNorm
+    conv: nn.ConvNorm
 
     def __init__(self, in_channels: int, *, key: PRNGKeyArray):
-        self.conv = ConvNorm(in_channels, 64, 7, stride=2, key=key)
+        self.conv = nn.ConvNorm(in_channels, 64, 7, stride=2, key=key)
 
     def __call__(
         self, x: Float[Array, "height width channels"], state: eqx.nn.State
@@ -111,15 +78,15 @@ class Stem(eqx.Module):
 class DeepStem(eqx.Module):
     """To half the image's size by three small convolutions."""
 
-    conv1: ConvNorm
-    conv2: ConvNorm
-    conv3: ConvNorm
+    conv1: nn.ConvNorm
+    conv2: nn.ConvNorm
+    conv3: nn.ConvNorm
 
     def __init__(self, in_channels: int, widths: tuple[int, int, int], *, key: PRNGKeyArray):
         key1, key2, key3 = jax.random.split(key, 3)
-        self.conv1 = ConvNorm(in_channels, widths[0], 3, stride=2, key=key1)
-        self.conv2 = ConvNorm(widths[0], widths[1], 3, key=key2)
-        self.conv3 = ConvNorm(widths[1], widths[2], 3, key=key3)
+        self.conv1 = nn.ConvNorm(in_channels, widths[0], 3, stride=2, key=key1)
+        self.conv2 = nn.ConvNorm(widths[0], widths[1], 3, key=key2)
+        self.conv3 = nn.ConvNorm(widths[1], widths[2], 3, key=key3)
 
     def __call__(
         self, x: Float[Array, "height width channels"], state: eqx.nn.State
@@ -133,17 +100,17 @@ class DeepStem(eqx.Module):
 class Block(eqx.Module):
     """Two 3x3 convolutions ("basic"), or 1x1, 3x3, 1x1 ("bottleneck"), beside a shortcut."""
 
-    convs: tuple[ConvNorm, ...]
+    convs: tuple[nn.ConvNorm, ...]
     squeeze_excite: nn.SqueezeExcite | None
-    shortcut: ConvNorm | None
-    pooled_shortcut: ConvNorm | None
+    shortcut: nn.ConvNorm | None
+    pooled_shortcut: nn.ConvNorm | None
     stride: int = eqx.field(static=True)
 
     def __init__(
         self,
         in_channels: int,
-        width: int,
         *,
+        width: int,
         stride: int,
         bottleneck: bool,
         cardinality: int,
@@ -156,24 +123,24 @@ class Block(eqx.Module):
         if bottleneck:
             inner, out_channels = width * base_width // 64 * cardinality, 4 * width
             self.convs = (
-                ConvNorm(in_channels, inner, 1, key=key1),
-                ConvNorm(inner, inner, 3, stride=stride, groups=cardinality, key=key2),
-                ConvNorm(inner, out_channels, 1, key=key3),
+                nn.ConvNorm(in_channels, inner, 1, key=key1),
+                nn.ConvNorm(inner, inner, 3, stride=stride, groups=cardinality, key=key2),
+                nn.ConvNorm(inner, out_channels, 1, key=key3),
             )
         else:
             out_channels = width
             self.convs = (
-                ConvNorm(in_channels, width, 3, stride=stride, key=key1),
-                ConvNorm(width, width, 3, key=key2),
+                nn.ConvNorm(in_channels, width, 3, stride=stride, key=key1),
+                nn.ConvNorm(width, width, 3, key=key2),
             )
         self.squeeze_excite = (
             nn.SqueezeExcite(out_channels, nn.round_channels(out_channels / 16), key=key_se) if squeeze_excite else None
         )
         self.shortcut = self.pooled_shortcut = None
         if pool_shortcut and (stride > 1 or in_channels != out_channels):
-            self.pooled_shortcut = ConvNorm(in_channels, out_channels, 1, key=key_shortcut)
+            self.pooled_shortcut = nn.ConvNorm(in_channels, out_channels, 1, key=key_shortcut)
         elif stride > 1 or in_channels != out_channels:
-            self.shortcut = ConvNorm(in_channels, out_channels, 1, stride=stride, key=key_shortcut)
+            self.shortcut = nn.ConvNorm(in_channels, out_channels, 1, stride=stride, key=key_shortcut)
         self.stride = stride
 
     def __call__(
@@ -193,43 +160,9 @@ class Block(eqx.Module):
         return jax.nn.relu(x + y), state
 
 
-class Stage(eqx.Module):
-    """A block that changes size and width, then blocks that don't."""
-
-    first: Block
-    rest: nn.Stack[Block] | None
-
-    def __init__(
-        self, config: ResNetConfig, in_channels: int, width: int, depth: int, stride: int, *, key: PRNGKeyArray
-    ):
-        def block(in_channels: int, stride: int, key: PRNGKeyArray) -> Block:
-            return Block(
-                in_channels,
-                width,
-                stride=stride,
-                bottleneck=config.block == "bottleneck",
-                cardinality=config.cardinality,
-                base_width=config.base_width,
-                squeeze_excite=config.squeeze_excite,
-                pool_shortcut=config.shortcut == "pool",
-                key=key,
-            )
-
-        key_first, key_rest = jax.random.split(key)
-        self.first = block(in_channels, stride, key_first)
-        out_channels = width * config.expansion
-        self.rest = nn.Stack(lambda key: block(out_channels, 1, key), depth - 1, key=key_rest) if depth > 1 else None
-
-    def __call__(
-        self, x: Float[Array, "height width channels"], state: eqx.nn.State
-    ) -> tuple[Float[Array, "out_height out_width out"], eqx.nn.State]:
-        x, state = self.first(x, state)
-        return (x, state) if self.rest is None else self.rest.with_state(x, state)
-
-
 class ResNet(eqx.Module):
     stem: Stem | DeepStem
-    stages: tuple[Stage, ...]
+    stages: tuple[nn.Stage[Block], ...]
     head: nn.Linear | None
     config: ResNetConfig = eqx.field(static=True)
 
@@ -238,8 +171,25 @@ class ResNet(eqx.Module):
         self.stem = _stem(config, key=key_stem)
         stages, channels = [], config.stem_out
         for index, (width, depth) in enumerate(zip(config.widths, config.depths, strict=True)):
-            stages.append(Stage(config, channels, width, depth, 1 if index == 0 else 2, key=stage_keys[index]))
-            channels = width * config.expansion
+            block = partial(
+                Block,
+                width=width,
+                bottleneck=config.block == "bottleneck",
+                cardinality=config.cardinality,
+                base_width=config.base_width,
+                squeeze_excite=config.squeeze_excite,
+                pool_shortcut=config.shortcut == "pool",
+            )
+            out_channels = width * config.expansion
+            stages.append(
+                nn.Stage(
+                    lambda key: block(channels, stride=1 if index == 0 else 2, key=key),
+                    lambda key: block(out_channels, stride=1, key=key),
+                    depth,
+                    key=stage_keys[index],
+                )
+            )
+            channels = out_channels
         self.stages = tuple(stages)
         self.head = nn.Linear(channels, config.num_classes, key=key_head) if config.num_classes else None
         self.config = config
@@ -257,7 +207,7 @@ class ResNet(eqx.Module):
         y, state = self.stem(x, state)
         y = nn.max_pool(y, 3, stride=2, padding=1)
         for stage in self.stages:
-            y, state = stage(y, state)
+            y, state = stage.with_state(y, state)
             maps.append(y)
         return tuple(maps), state
 
@@ -369,8 +319,7 @@ TIMM = (
     *prefixed(r"conv1\.4\.", "stem.conv2.norm.", BATCH_NORM),
     Rule(r"conv1\.6\.weight", "stem.conv3.conv.weight"),
     *prefixed(r"bn1\.", "stem.conv3.norm.", BATCH_NORM),
-    *prefixed(r"layer(\d)\.0\.", "stages.{0-1}.first.", _BLOCK),
-    *prefixed(r"layer(\d)\.(\d+)\.", "stages.{0-1}.rest[{1-1}].", _BLOCK),
+    *staged(r"layer(\d)\.", "stages.{0-1}.", _BLOCK),
     Rule(r"fc\.(weight|bias)", "head.{0}"),
 )
 
@@ -384,8 +333,7 @@ _TRANSFORMERS_BLOCK = (
 TRANSFORMERS_BODY = (
     Rule(r"embedder\.embedder\.convolution\.weight", "stem.conv.conv.weight"),
     *prefixed(r"embedder\.embedder\.normalization\.", "stem.conv.norm.", BATCH_NORM),
-    *prefixed(r"encoder\.stages\.(\d)\.layers\.0\.", "stages.{0}.first.", _TRANSFORMERS_BLOCK),
-    *prefixed(r"encoder\.stages\.(\d)\.layers\.(\d+)\.", "stages.{0}.rest[{1-1}].", _TRANSFORMERS_BLOCK),
+    *staged(r"encoder\.stages\.(\d)\.layers\.", "stages.{0}.", _TRANSFORMERS_BLOCK),
 )
 TRANSFORMERS = (*prefixed(r"resnet\.", "", TRANSFORMERS_BODY), Rule(r"classifier\.1\.(weight|bias)", "head.{0}"))
 

@@ -1,0 +1,61 @@
+"""A convolution and its batch norm: the brick of most convolutional networks."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqzoo.nn._conv_primitives import Pair
+from eqzoo.nn._init import Init, kaiming_fan_out
+from eqzoo.nn.conv import Conv2d, Padding, as_pair
+from eqzoo.nn.norm import BatchNorm
+
+
+class ConvNorm(eqx.Module):
+    """A convolution without bias, its batch norm, and an activation if one is given.
+
+    Without `padding`, stride 1 keeps the image's size.
+    """
+
+    conv: Conv2d
+    norm: BatchNorm
+    activation: Callable[[Array], Array] | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Pair,
+        *,
+        stride: int = 1,
+        padding: Padding | None = None,
+        dilation: int = 1,
+        groups: int = 1,
+        activation: Callable[[Array], Array] | None = None,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        init: Init = kaiming_fan_out,
+        key: PRNGKeyArray,
+    ):
+        height, width = as_pair(kernel_size)
+        centred = (height // 2 * dilation, width // 2 * dilation)
+        self.conv = Conv2d(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride=stride,
+            padding=centred if padding is None else padding,
+            dilation=dilation,
+            groups=groups,
+            use_bias=False,
+            init=init,
+            key=key,
+        )
+        self.norm = BatchNorm(out_channels, eps=eps, momentum=momentum)
+        self.activation = activation
+
+    def __call__(
+        self, x: Float[Array, "height width channels"], state: eqx.nn.State
+    ) -> tuple[Float[Array, "out_height out_width out"], eqx.nn.State]:
+        y, state = self.norm(self.conv(x), state)
+        return (y if self.activation is None else self.activation(y)), state
