@@ -1,11 +1,13 @@
-"""Check every upstream name of the supported families at its real size, and write the table in docs/coverage.md.
+"""Compute what upstream computes, at real sizes, and write the table in docs/coverage.md.
 
-python scripts/make_coverage.py                              # all names: about an hour on two cores
-python scripts/make_coverage.py --only 'timm/resnet1*'       # some of them; the others keep their rows
-python scripts/make_coverage.py --check                      # only say whether the table names what it should
+python scripts/make_coverage.py                              # a model of each structure that has no row yet
+python scripts/make_coverage.py --only 'timm/resnet1*'       # these names, with or without a row
+python scripts/make_coverage.py --check                      # only say whether the table has what it should
 
 Upstream's model gets random weights and is written in upstream's own layout. eqzoo loads that, and is compared in
-outputs and in gradients of all parameters together; its export must load upstream strictly and hold the same numbers.
+outputs and in gradients of all parameters together, and with batch norm in training too; its export must load upstream
+strictly and hold the same numbers. Two configs have one structure if they differ in numbers only: in widths, depths and
+sizes, but not in whether something is there at all.
 """
 
 import argparse
@@ -14,7 +16,8 @@ import gc
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,16 +32,18 @@ from timm.models import save_for_hf
 
 import eqzoo
 from eqzoo._facts import torchvision_facts, transformers_facts
-from eqzoo._registry import families
+from eqzoo._model import _merge
+from eqzoo._registry import families, variant
 from eqzoo.checkpoint import open_checkpoint, unfill, write_safetensors
 from tests.parity import randomise
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
-COLUMNS = ("loads", "names and shapes", "outputs", "gradients", "exports back")
+COLUMNS = ("loads", "names and shapes", "outputs", "gradients", "training", "exports back")
 INTRODUCTION = """# Coverage
 
-Every name of timm, torchvision and transformers that belongs to a family of eqzoo, checked at its real size against
-the library itself on random weights (`python scripts/make_coverage.py` writes this page).
+At least one model of each structure that eqzoo has from timm, torchvision and transformers, checked at its real size
+against the library itself on random weights (`python scripts/make_coverage.py` writes this page).
+[Names](names.md) counts all models and checkpoints that match in names and shapes.
 
 - **loads**: `eqzoo.load` takes upstream's own layout: a folder with config.json of timm or transformers, torchvision's
   `.pth`.
@@ -46,6 +51,7 @@ the library itself on random weights (`python scripts/make_coverage.py` writes t
 - **outputs**: the largest error, relative to the largest output.
 - **gradients**: the error of the gradient of all parameters, relative to its norm; in double precision (both) where it
   is above 1e-5 in single, as one ReLU that rounding puts on the other side of zero makes it.
+- **training**: the largest error of outputs and running statistics after a step in training mode, for two images.
 - **exports back**: `eqzoo.export` writes what upstream loads strictly, with identical numbers.
 """
 
@@ -57,7 +63,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         found[f"torchvision/{name}"] = lambda name=name: torchvision.models.get_model(name)
     for family in families():
         if "timm" in family.upstreams:
-            for name in sorted(filter(family.upstreams["timm"].has, family.variants)):
+            for name in filter(family.upstreams["timm"].has, family.variants):
                 found[f"timm/{name.removeprefix('timm/')}"] = lambda name=name: timm.create_model(
                     name.removeprefix("timm/")
                 )
@@ -66,6 +72,28 @@ def cases() -> dict[str, Callable[[], Any]]:
         make = getattr(transformers, facts["config"]["architectures"][0])
         found[name] = lambda make=make, config=config: make(config)
     return found
+
+
+def required(every: Iterable[str]) -> list[str]:
+    """The first name of each structure in each library."""
+    first: dict[Hashable, str] = {}
+    for name in every:
+        library, _, bare = name.partition("/")
+        facts = transformers_facts().get(name)
+        family, config = variant(facts["variant"] if facts else f"{library}/{bare}")
+        first.setdefault((_library(name), family.model, structure(config)), name)
+    return list(first.values())
+
+
+def structure(value: Any) -> Hashable:
+    """A config without its numbers, but for whether there are none, one or more."""
+    if is_dataclass(value):
+        return tuple(structure(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, tuple):
+        return frozenset(map(structure, value))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return min(value, 2) if isinstance(value, int) else value > 0
+    return value
 
 
 def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:
@@ -82,6 +110,7 @@ def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:
             widen = lambda leaf: leaf.astype(jnp.float64) if eqx.is_inexact_array(leaf) else leaf
             wide_model, wide_state = jax.tree.map(widen, (model, state))
             _, gradient_error = _errors(wide_model, wide_state, inputs, folder / "double")
+    training_error = _training_error(model, state, inputs, folder / "training")
     del model, state
     original, exported = open_checkpoint(source)[0], open_checkpoint(back)[0]
     same = all(np.array_equal(original[key].view(), tensor.view()) for key, tensor in exported.items())
@@ -91,6 +120,7 @@ def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:
         "names and shapes": "yes",  # or `load` would have raised its report
         "outputs": _verdict(output_error, 1e-4),
         "gradients": _verdict(gradient_error, 1e-3),
+        "training": "" if training_error is None else _verdict(training_error, 1e-4),
         "exports back": "yes" if same else "NO",
     }
 
@@ -121,9 +151,60 @@ def _write_upstream(library: str, make: Callable[[], Any], folder: Path) -> np.n
         size = _image_size(model)
         inputs = rng.normal(size=(size, size, 3)).astype(np.float32)
     _write_results(model, inputs, folder / "single")
-    if isinstance(model, torchvision.models.ResNet | timm.models.ResNet | transformers.ResNetForImageClassification):
-        _write_results(model.double(), inputs, folder / "double")
+    if _has_batch_norm(model):
+        _write_training(model, inputs, folder / "training")
+        _write_results(model.eval().double(), inputs, folder / "double")
     return inputs
+
+
+def _has_batch_norm(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules())
+
+
+def _write_training(model: Any, inputs: np.ndarray, folder: Path) -> None:
+    """Upstream's outputs in training mode, with nothing dropped, and the statistics before they are put back."""
+    saved = {key: tensor.clone() for key, tensor in model.named_buffers()}
+    model.train()
+    for module in model.modules():
+        if any(word in type(module).__name__ for word in ("Drop", "StochasticDepth")):
+            module.eval()
+    with torch.no_grad():
+        output = model(torch.tensor(_two(inputs)).permute(0, 3, 1, 2))
+    folder.mkdir()
+    np.save(folder / "output.npy", _main_output(output).numpy())
+    statistics = {key: each.numpy() for key, each in model.named_buffers() if "running_" in key}
+    write_safetensors(folder / "statistics.safetensors", statistics, {})
+    for key, buffer in model.named_buffers():
+        buffer.copy_(saved[key])
+
+
+def _main_output(output: Any) -> torch.Tensor:
+    """Out of what transformers returns, and without torchvision's auxiliary heads."""
+    if isinstance(output, dict):
+        return next(output[key] for key in ("logits", "pooler_output", "out") if key in output)
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def _two(inputs: np.ndarray) -> np.ndarray:
+    return np.stack([inputs, inputs[::-1, ::-1] ** 2 - 1])
+
+
+def _training_error(model: Any, state: Any, inputs: np.ndarray, folder: Path) -> float | None:
+    """Of outputs and running statistics after one step in training mode, relative to the largest of each tensor."""
+    if not folder.exists():
+        return None
+    is_drop = lambda node: isinstance(node, eqzoo.nn.Dropout | eqzoo.nn.DropPath)
+    model = jax.tree.map(lambda node: eqx.nn.inference_mode(node) if is_drop(node) else node, model, is_leaf=is_drop)
+    call = lambda model, state, x: eqzoo.apply(model, state, x)
+    step = eqx.filter_vmap(call, in_axes=(None, None, 0), axis_name="batch", out_axes=(0, None))
+    outputs, state = eqx.filter_jit(step)(model, state, jnp.asarray(_two(inputs)))
+    statistics = open_checkpoint(folder / "statistics.safetensors")[0]
+    ours = unfill(_merge(model, state), _rules(_merge(model, state), statistics))
+    theirs = np.load(folder / "output.npy")
+    errors = [np.abs(np.asarray(outputs) - theirs).max() / np.abs(theirs).max()]
+    for key, tensor in statistics.items():
+        errors.append(np.abs(ours[key] - tensor.view()).max() / np.abs(tensor.view()).max())
+    return float(max(errors))
 
 
 def _write_results(model: Any, inputs: np.ndarray, folder: Path) -> None:
@@ -133,9 +214,7 @@ def _write_results(model: Any, inputs: np.ndarray, folder: Path) -> None:
     else:
         dtype = next(model.parameters()).dtype
         output = model(torch.tensor(inputs, dtype=dtype).permute(2, 0, 1)[None])
-    if not isinstance(output, torch.Tensor):
-        output = output.get("logits", output.get("pooler_output"))
-    output = output[0]
+    output = _main_output(output)[0]
     ramp = torch.linspace(-1.0, 1.0, output.numel(), dtype=output.dtype).reshape(output.shape)
     (output * ramp).sum().backward()
     folder.mkdir()
@@ -227,19 +306,20 @@ def write_rows(rows: dict[str, dict[str, str]], order: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="*", help="a glob of names")
+    parser.add_argument("--only", help="a glob of names")
     parser.add_argument("--check", action="store_true", help="check nothing but that the table is complete")
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
     every = cases()
     rows = read_rows()
     if options.check:
-        stale = sorted(set(every) ^ set(rows))
+        stale = sorted(set(required(every)) - set(rows)) + sorted(set(rows) - set(every))
         bad = sorted(name for name, row in rows.items() if any(cell.startswith("NO") for cell in row.values()))
         print(f"{len(rows)} names; not in the table, or no longer upstream: {stale}; failing: {bad}")
         return int(bool(stale or bad))
     failed = False
-    for name in fnmatch.filter(every, options.only):
+    missing = [name for name in required(every) if name not in rows]
+    for name in missing if options.only is None else fnmatch.filter(every, options.only):
         with tempfile.TemporaryDirectory() as folder:
             try:
                 rows[name] = check(name, every[name], Path(folder))

@@ -40,3 +40,13 @@ def test_family_of_knows_the_zoo_and_nothing_else():
     assert family_of(object()) is None
     assert family.model.__name__ == "MLP"
     assert isinstance(config, family.config)
+
+
+def test_the_classes_of_every_family_are_attributes_of_the_package():
+    for family in families():
+        for cls in (family.model, family.config):
+            assert getattr(eqzoo, cls.__name__) is cls
+            assert cls.__name__ in dir(eqzoo)
+    assert "load" in dir(eqzoo)
+    with pytest.raises(AttributeError, match="module 'eqzoo' has no attribute 'ResNett'"):
+        eqzoo.ResNett  # noqa: B018

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eqzoo.checkpoint import BATCH_NORM, SAME, SPLIT, TRANSPOSE, TRANSPOSE_SPLIT, Rule, prefixed
+from eqzoo.checkpoint import BATCH_NORM, SAME, SPLIT, TRANSPOSE, TRANSPOSE_SPLIT, Rule, prefixed, staged
 
 CASES = [
     (Rule(r"fc\.(weight|bias)", "head.{0}"), "fc.bias", ("head.bias",)),
@@ -63,6 +63,15 @@ def test_prefixed_moves_the_groups_of_a_part_behind_those_of_its_place():
     assert found == [None, ("stages.1.rest[2].norm.running.var",), None]
     assert rules[1].source_of("stages.1.rest[2].norm.running.var") == "layer2.3.bn.running_var"
     assert [rule.optional for rule in rules] == [False, False, True]
+
+
+def test_staged_tells_the_first_block_from_the_rest():
+    rules = staged(r"layer(\d)\.", "stages.{0-1}.", (Rule(r"conv(\d)\.weight", "convs.{0}.weight"),))
+    first, later = "layer2.0.conv3.weight", "layer2.5.conv3.weight"
+    assert rules[0].leaves_of(first) == ("stages.1.first.convs.3.weight",)
+    assert [rule.leaves_of(later) for rule in rules] == [None, ("stages.1.rest[4].convs.3.weight",)]
+    assert rules[0].source_of("stages.1.first.convs.3.weight") == "layer2.0.conv3.weight"
+    assert rules[1].source_of("stages.1.rest[4].convs.3.weight") == "layer2.5.conv3.weight"
 
 
 @pytest.mark.parametrize(

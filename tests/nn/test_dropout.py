@@ -80,3 +80,10 @@ def test_split_key_hands_a_missing_key_on():
     assert nn.split_key(None, 3) == (None, None, None)
     keys = nn.split_key(jax.random.key(0), 3)
     assert len({tuple(np.asarray(jax.random.key_data(key))) for key in keys}) == 3
+
+
+def test_block_depths_rise_evenly_over_all_stages():
+    first, second = nn.block_depths((2, 3))
+    np.testing.assert_allclose(first, [0, 0.25])
+    np.testing.assert_allclose(second, [0.5, 0.75, 1])
+    assert [part.tolist() for part in nn.block_depths((1,))] == [[0.0]]

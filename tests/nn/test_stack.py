@@ -329,3 +329,60 @@ def test_the_backward_pass_keeps_a_layers_input_and_products_only(block, remat, 
     )
     sizes = [leaf.size for leaf in jax.tree.leaves(backward)]
     assert sizes.count(DEPTH * x.size) == kept
+
+
+class Shifted(eqx.Module):
+    """A block with running statistics that may change the width, and is told a number."""
+
+    linear: nn.Linear
+    norm: nn.BatchNorm
+
+    def __init__(self, dim, out, *, key):
+        self.linear = nn.Linear(dim, out, key=key)
+        self.norm = nn.BatchNorm(out)
+
+    def __call__(self, x, state, shift=0.0, *, key=None):
+        y, state = self.norm(self.linear(x), state)
+        return y + shift, state
+
+
+class Widening(eqx.Module):
+    linear: nn.Linear
+
+    def __init__(self, dim, out, *, key):
+        self.linear = nn.Linear(dim, out, key=key)
+
+    def __call__(self, x, shift=0.0, *, key=None):
+        return self.linear(x) + shift
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_stage_is_its_first_block_and_a_stack_of_the_rest(depth):
+    stage = nn.Stage(
+        lambda key: Widening(4, DIM, key=key), lambda key: Block(DIM, key=key), depth, key=jax.random.key(0)
+    )
+    x = jnp.linspace(-1, 1, 8).reshape(2, 4)
+    y = stage(x)
+    expected = stage.first(x)
+    assert (stage.rest is None) == (depth == 1)
+    assert_trees_close(y, expected if stage.rest is None else layer_by_layer(stage.rest, expected))
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_stage_with_state_tells_each_block_its_own(depth):
+    make = lambda: nn.Stage(
+        lambda key: Shifted(4, DIM, key=key), lambda key: Shifted(DIM, DIM, key=key), depth, key=jax.random.key(0)
+    )
+    stage, state = eqx.nn.make_with_state(make)()
+    each = jnp.arange(depth, dtype=jnp.float32)
+    batch = jax.random.normal(jax.random.key(1), (8, 4))
+    mapped = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
+    y, after = jax.vmap(lambda x, state: stage.with_state(x, state, each=each), **mapped)(batch, state)
+
+    blocks = [stage.first, *(layer(stage.rest, index) for index in range(depth - 1))]
+    expected = batch
+    for shift, block in enumerate(blocks):
+        hidden = jax.vmap(block.linear)(expected)
+        expected = (hidden - hidden.mean(0)) / jnp.sqrt(hidden.var(0) + 1e-5) + shift
+    assert_trees_close(y, expected, 1e-4)
+    assert after.get(stage.first.norm.running).count == 1

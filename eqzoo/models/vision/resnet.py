@@ -25,7 +25,8 @@ from eqzoo.models._family import Family, Option, Options, Upstream, count_labels
 class ResNetConfig:
     """`stem` is one 7x7 convolution, three 3x3 ("deep"), or three of growing width ("tiered"); `shortcut` is a strided
     1x1 convolution, or one after an average pool (variant D). `cardinality` and `base_width` are ResNeXt's groups and
-    channels per group (at 64 channels)."""
+    channels per group (at 64 channels). `output_stride` is how many times smaller than the image the last map is: below
+    32, the last stages dilate their convolutions instead of striding."""
 
     block: Literal["basic", "bottleneck"]
     depths: tuple[int, ...]
@@ -36,6 +37,7 @@ class ResNetConfig:
     stem_width: int = 64
     shortcut: Literal["conv", "pool"] = "conv"
     squeeze_excite: bool = False
+    output_stride: Literal[8, 16, 32] = 32
     in_channels: int = 3
     num_classes: int = 1000
 
@@ -98,13 +100,17 @@ class DeepStem(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Two 3x3 convolutions ("basic"), or 1x1, 3x3, 1x1 ("bottleneck"), beside a shortcut."""
+    """Two 3x3 convolutions ("basic"), or 1x1, 3x3, 1x1 ("bottleneck"), beside a shortcut.
+
+    `dilations` are those of the block's first 3x3 convolution and of what follows it.
+    """
 
     convs: tuple[nn.ConvNorm, ...]
     squeeze_excite: nn.SqueezeExcite | None
     shortcut: nn.ConvNorm | None
     pooled_shortcut: nn.ConvNorm | None
     stride: int = eqx.field(static=True)
+    dilated: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -112,6 +118,7 @@ class Block(eqx.Module):
         *,
         width: int,
         stride: int,
+        dilations: tuple[int, int] = (1, 1),
         bottleneck: bool,
         cardinality: int,
         base_width: int,
@@ -124,14 +131,14 @@ class Block(eqx.Module):
             inner, out_channels = width * base_width // 64 * cardinality, 4 * width
             self.convs = (
                 nn.ConvNorm(in_channels, inner, 1, key=key1),
-                nn.ConvNorm(inner, inner, 3, stride=stride, groups=cardinality, key=key2),
+                nn.ConvNorm(inner, inner, 3, stride=stride, dilation=dilations[0], groups=cardinality, key=key2),
                 nn.ConvNorm(inner, out_channels, 1, key=key3),
             )
         else:
             out_channels = width
             self.convs = (
-                nn.ConvNorm(in_channels, width, 3, stride=stride, key=key1),
-                nn.ConvNorm(width, width, 3, key=key2),
+                nn.ConvNorm(in_channels, width, 3, stride=stride, dilation=dilations[0], key=key1),
+                nn.ConvNorm(width, width, 3, dilation=dilations[1], key=key2),
             )
         self.squeeze_excite = (
             nn.SqueezeExcite(out_channels, nn.round_channels(out_channels / 16), key=key_se) if squeeze_excite else None
@@ -142,6 +149,7 @@ class Block(eqx.Module):
         elif stride > 1 or in_channels != out_channels:
             self.shortcut = nn.ConvNorm(in_channels, out_channels, 1, stride=stride, key=key_shortcut)
         self.stride = stride
+        self.dilated = dilations[1] > 1
 
     def __call__(
         self, x: Float[Array, "height width channels"], state: eqx.nn.State, *, key: PRNGKeyArray | None = None
@@ -154,7 +162,9 @@ class Block(eqx.Module):
         if self.shortcut is not None:
             x, state = self.shortcut(x, state)
         if self.pooled_shortcut is not None:
-            if self.stride > 1:
+            if self.dilated:
+                x = nn.avg_pool(x, 2, stride=1, padding="same_tf")
+            elif self.stride > 1:
                 x = nn.avg_pool(x, 2, stride=self.stride, ceil_mode=True, count_include_pad=False)
             x, state = self.pooled_shortcut(x, state)
         return jax.nn.relu(x + y), state
@@ -169,7 +179,7 @@ class ResNet(eqx.Module):
     def __init__(self, config: ResNetConfig, *, key: PRNGKeyArray):
         key_stem, key_head, *stage_keys = jax.random.split(key, 2 + len(config.depths))
         self.stem = _stem(config, key=key_stem)
-        stages, channels = [], config.stem_out
+        stages, channels, stride, dilation = [], config.stem_out, 4, 1
         for index, (width, depth) in enumerate(zip(config.widths, config.depths, strict=True)):
             block = partial(
                 Block,
@@ -180,11 +190,16 @@ class ResNet(eqx.Module):
                 squeeze_excite=config.squeeze_excite,
                 pool_shortcut=config.shortcut == "pool",
             )
-            out_channels = width * config.expansion
+            out_channels, previous = width * config.expansion, dilation
+            halves = index > 0 and stride < config.output_stride
+            if halves:
+                stride *= 2
+            elif index > 0:
+                dilation *= 2
             stages.append(
                 nn.Stage(
-                    lambda key: block(channels, stride=1 if index == 0 else 2, key=key),
-                    lambda key: block(out_channels, stride=1, key=key),
+                    lambda key: block(channels, stride=1 + halves, dilations=(previous, dilation), key=key),
+                    lambda key: block(out_channels, stride=1, dilations=(dilation, dilation), key=key),
                     depth,
                     key=stage_keys[index],
                 )
@@ -346,10 +361,11 @@ TIMM_OPTIONS = Options(
         "stem_type": Option("stem", {"": "conv7", "deep": "deep", "deep_tiered": "tiered"}),
         "stem_width": "stem_width",
         "avg_down": Option("shortcut", {False: "conv", True: "pool"}),
+        "output_stride": "output_stride",
         "in_chans": "in_channels",
         "num_classes": "num_classes",
     },
-    fixed={"global_pool": "avg", "output_stride": 32, "replace_stem_pool": False, "down_kernel_size": 1},
+    fixed={"global_pool": "avg", "replace_stem_pool": False, "down_kernel_size": 1},
     ignored=(r"drop_(path_|block_)?rate", "zero_init_last"),
 )
 

@@ -87,6 +87,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"block": "bottleneck", "stem": "tiered", "stem_width": 8, "shortcut": "pool"},
         {"block": Bottleneck, "stem_type": "deep_tiered", "stem_width": 8, "avg_down": True},
     ),
+    "dilated from stride 8": (
+        {"block": "bottleneck", "output_stride": 8, "shortcut": "pool"},
+        {"block": Bottleneck, "output_stride": 8, "avg_down": True},
+    ),
+    "basic, dilated from stride 16": (
+        {"block": "basic", "output_stride": 16},
+        {"block": BasicBlock, "output_stride": 16},
+    ),
     "squeeze and excite, one channel, no head": (
         {"block": "bottleneck", "squeeze_excite": True, "in_channels": 1, "num_classes": 0},
         {"block": Bottleneck, "block_args": {"attn_layer": "se"}, "in_chans": 1, "num_classes": 0},
