@@ -1,0 +1,14 @@
+"""Images and feature maps at another size."""
+
+import jax
+from jaxtyping import Array, Float
+
+from eqzoo.nn._precision import at_least_float32
+
+
+def resize_bilinear(
+    x: Float[Array, "height width channels"], size: tuple[int, ...]
+) -> Float[Array, "new_height new_width channels"]:
+    """torch's `interpolate(mode="bilinear")` to `size`: without antialiasing, corners of pixels aligned."""
+    y = jax.image.resize(at_least_float32(x), (*size, x.shape[2]), "bilinear", antialias=False)
+    return y.astype(x.dtype)
