@@ -38,7 +38,9 @@ from eqzoo.nn.position import rotary_angles_2d as rotary_angles_2d
 from eqzoo.nn.position import rotate as rotate
 from eqzoo.nn.position import sincos_1d as sincos_1d
 from eqzoo.nn.position import sincos_2d as sincos_2d
+from eqzoo.nn.pyramid import FeaturePyramid as FeaturePyramid
 from eqzoo.nn.resize import resize_bilinear as resize_bilinear
+from eqzoo.nn.resize import resize_nearest as resize_nearest
 from eqzoo.nn.scale import LayerScale as LayerScale
 from eqzoo.nn.scale import SqueezeExcite as SqueezeExcite
 from eqzoo.nn.scale import round_channels as round_channels
