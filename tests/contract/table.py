@@ -117,6 +117,27 @@ ROWS = (
         read_out=lambda model, hidden: hidden @ model.embedding.weight.T,
         vanishing=r".*attention\.key\.bias",  # as above
     ),
+    Row(
+        model=eqzoo.ConvNeXt,
+        config=eqzoo.ConvNeXtConfig(
+            depths=(2, 3),
+            widths=(8, 12),
+            kernel_sizes=(3, 5),
+            stem="overlap_act",
+            norm="simple",
+            response_norm=True,
+            layer_scale=1e-6,
+            conv_mlp=True,
+            head_hidden=10,
+            dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(17, 23, 3),
+        read_out=lambda model, features: model.head(
+            eqzoo.nn.gelu(model.hidden(model.norm(jnp.mean(features[-1], axis=(0, 1)))))
+        ),
+    ),
 )
 
 
