@@ -85,6 +85,7 @@ class GatedMLP(eqx.Module):
     gate: Linear
     up: Linear
     down: Linear
+    dropout: Dropout
     activation: Callable[[Array], Array] = eqx.field(static=True)
 
     def __init__(
@@ -94,6 +95,7 @@ class GatedMLP(eqx.Module):
         *,
         activation: Callable[[Array], Array],
         use_bias: bool = False,
+        dropout: float = 0.0,
         init: Init | None = None,
         key: PRNGKeyArray,
     ):
@@ -101,7 +103,10 @@ class GatedMLP(eqx.Module):
         self.gate = Linear(dim, hidden, use_bias=use_bias, init=init, key=key_gate)
         self.up = Linear(dim, hidden, use_bias=use_bias, init=init, key=key_up)
         self.down = Linear(hidden, dim, use_bias=use_bias, init=init, key=key_down)
+        self.dropout = Dropout(dropout)
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes dim"]:
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+    def __call__(self, x: Float[Array, "*axes dim"], *, key: PRNGKeyArray | None = None) -> Float[Array, "*axes dim"]:
+        key_hidden, key_out = split_key(key, 2)
+        hidden = self.dropout(self.activation(self.gate(x)) * self.up(x), key=key_hidden)
+        return self.dropout(self.down(hidden), key=key_out)

@@ -138,6 +138,25 @@ ROWS = (
             eqzoo.nn.gelu(model.hidden(model.norm(jnp.mean(features[-1], axis=(0, 1)))))
         ),
     ),
+    Row(
+        model=eqzoo.Mixer,
+        config=eqzoo.MixerConfig(
+            dim=16,
+            depth=3,
+            patch_size=4,
+            image_size=12,
+            mlp_ratio=(0.5, 2.0),
+            gated=True,
+            activation="silu",
+            stem_norm=True,
+            mlp_dropout=0.1,
+            dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(12, 12, 3),
+        read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=0)),
+    ),
 )
 
 
