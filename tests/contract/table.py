@@ -225,7 +225,7 @@ def assert_close(ours: PyTree, expected: PyTree, tolerance: float) -> None:
     for (path, theirs), leaf in zip(named, leaves, strict=True):
         assert leaf.shape == theirs.shape, path
         assert np.isfinite(leaf).all(), f"{path} is not finite"
-        scale = max(np.abs(theirs).max(), 1e-3 * largest)
+        scale = max(np.abs(theirs).max(), 1e-3 * largest) or 1.0  # all zeros: what a head of zeros puts out
         error = np.abs(leaf.astype(float) - theirs.astype(float)).max() / scale
         assert error <= tolerance, f"{path or 'the output'}: relative error {error:.2e}, above {tolerance:.0e}"
 
