@@ -146,10 +146,13 @@ def assert_same_results(
             assert_close(after[name], buffer, 1e-5)
 
 
-def assert_names_and_shapes(target: str | tuple[Family, Any], upstream: Mapping[str, torch.Tensor]) -> None:
+def assert_names_and_shapes(
+    target: str | tuple[Family, Any], upstream: Mapping[str, torch.Tensor], *, unused: int = 0
+) -> None:
     """A state dict (on torch's meta device) fits the model completely, and the model's export is that state dict.
 
-    What the rules drop, and second names of one tensor, need no place in the model or its export.
+    What the rules drop, and second names of one tensor, need no place in the model or its export; nor do as many
+    numbers of the others as are `unused`.
     """
     make, namings = _make_and_rules(target)
     skeleton = _merge(*_skeleton(make))
@@ -163,7 +166,7 @@ def assert_names_and_shapes(target: str | tuple[Family, Any], upstream: Mapping[
     exported = unfill(jax.tree.map(_zeros, skeleton), namings[naming])
     assert {name: array.shape for name, array in exported.items()} == expected
     count = sum(leaf.size for leaf in jax.tree.leaves(skeleton) if isinstance(leaf, jax.ShapeDtypeStruct))
-    assert count == sum(prod(shape) for shape in expected.values())
+    assert count + unused == sum(prod(shape) for shape in expected.values())
 
 
 def _zeros(leaf: Any) -> Any:

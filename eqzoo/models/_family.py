@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import Shaped
 
 from eqzoo.checkpoint.rules import Alias, Drop, Rule
 
@@ -82,7 +84,7 @@ class Upstream(NamedTuple):
     `names` are globs over the family's variants: those that the library has under the same name. transformers tells
     its models apart by `model_type`; `architecture` is the class that takes a whole model, and `base` the variant that
     its options describe where they say nothing. `zeros` are tensors that it insists on though they change nothing:
-    their shapes by the config.
+    their shapes by the config; `buffers`, tensors that it stores though they follow from the config.
     """
 
     rules: tuple[Rule | Drop | Alias, ...]
@@ -92,6 +94,7 @@ class Upstream(NamedTuple):
     architecture: str = ""
     base: str = ""
     zeros: Mapping[str, Callable[[Any], tuple[int, ...]]] = {}
+    buffers: Callable[[Any], Mapping[str, Shaped[np.ndarray, "..."]]] = lambda config: {}
 
     def has(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)

@@ -47,3 +47,11 @@ from eqzoo.nn.scale import round_channels as round_channels
 from eqzoo.nn.stack import Stack as Stack
 from eqzoo.nn.stack import Stage as Stage
 from eqzoo.nn.stack import scan_options as scan_options
+from eqzoo.nn.window import CosineWindowAttention as CosineWindowAttention
+from eqzoo.nn.window import RelativeBias as RelativeBias
+from eqzoo.nn.window import WindowAttention as WindowAttention
+from eqzoo.nn.window import log_offsets as log_offsets
+from eqzoo.nn.window import merge_windows as merge_windows
+from eqzoo.nn.window import partition_windows as partition_windows
+from eqzoo.nn.window import relative_index as relative_index
+from eqzoo.nn.window import shifted_regions as shifted_regions

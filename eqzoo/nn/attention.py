@@ -20,11 +20,12 @@ def attend(
     value: Float[Array, "kv_heads keys dim_value"],
     *,
     mask: Bool[Array, "#heads #tokens #keys"] | None = None,
+    bias: Float[Array, "#heads #tokens #keys"] | None = None,
     scale: Float[Array, ""] | float | None = None,
     dropout: Dropout | None = None,
     dropout_key: PRNGKeyArray | None = None,
 ) -> Float[Array, "heads tokens dim_value"]:
-    """`softmax(query @ key.T * scale) @ value` where `mask` is true; the softmax runs in float32.
+    """`softmax(query @ key.T * scale + bias) @ value` where `mask` is true; the softmax runs in float32.
 
     Each key and value head serves `heads / kv_heads` query heads in a row (grouped-query attention, Ainslie et al.,
     2023). The division by the softmax's sum comes last, on the small result instead of the large matrix of weights.
@@ -37,6 +38,8 @@ def attend(
     query = (query * scale).reshape(kv_heads, heads // kv_heads, tokens, dim_head)
     wide = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("hgqd,hkd->hgqk", query, key, preferred_element_type=wide)
+    if bias is not None:
+        scores = scores + jnp.broadcast_to(bias, (heads, tokens, key.shape[1])).reshape(scores.shape)
     if mask is not None:
         mask = jnp.broadcast_to(mask, (heads, tokens, key.shape[1])).reshape(scores.shape)
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)

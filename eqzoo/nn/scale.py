@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from eqzoo.nn._init import Init
 from eqzoo.nn.conv import Conv2d
 from eqzoo.nn.pool import global_avg_pool
 
@@ -43,11 +44,12 @@ class SqueezeExcite(eqx.Module):
         *,
         activation: Callable[[Array], Array] = jax.nn.relu,
         gate: Callable[[Array], Array] = jax.nn.sigmoid,
+        init: Init | None = None,
         key: PRNGKeyArray,
     ):
         key1, key2 = jax.random.split(key)
-        self.fc1 = Conv2d(channels, hidden, 1, key=key1)
-        self.fc2 = Conv2d(hidden, channels, 1, key=key2)
+        self.fc1 = Conv2d(channels, hidden, 1, init=init, key=key1)
+        self.fc2 = Conv2d(hidden, channels, 1, init=init, key=key2)
         self.activation = activation
         self.gate = gate
 

@@ -157,6 +157,47 @@ ROWS = (
         example=_image(12, 12, 3),
         read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=0)),
     ),
+    Row(
+        model=eqzoo.Swin,
+        config=eqzoo.SwinConfig(
+            version=2,
+            dim=8,
+            depths=(2, 3),
+            heads=(2, 2),
+            windows=(3, 3),
+            pretrained_windows=(2, 0),
+            patch_size=2,
+            image_size=16,
+            dropout=0.1,
+            attention_dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(16, 14, 3),
+        read_out=lambda model, features: model.head(jnp.mean(model.norm(features[-1]), axis=(0, 1))),
+        replicated=r".*\.bias\.fc\d\.weight",
+    ),
+    Row(
+        model=eqzoo.MaxViT,
+        config=eqzoo.MaxViTConfig(
+            depths=(1, 3),
+            widths=(8, 8),
+            stem_width=4,
+            dim_head=4,
+            window=2,
+            mlp_ratio=2,
+            dropout=0.1,
+            attention_dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(16, 16, 3),
+        read_out=lambda model, features: model.head(
+            jnp.tanh(model.pre_head(model.norm(jnp.mean(features[-1], axis=(0, 1)))))
+        ),
+        vanishing=r".*attention\.key\.bias|.*mbconv\.norm\.bias",  # as above; the next batch norm takes it off
+        replicated=r".*squeeze_excite\.fc\d\.weight|.*\.bias\.table",
+    ),
 )
 
 
