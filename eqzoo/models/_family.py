@@ -69,7 +69,10 @@ class Options:
                 result[name] = getattr(config, entry)
             else:
                 value = getattr(config, entry.field)
-                result[name] = next(theirs for theirs, ours in entry.values.items() if ours == value)
+                theirs = [theirs for theirs, ours in entry.values.items() if ours == value]
+                if not theirs:
+                    raise ValueError(f"upstream has no {entry.field}={value!r}; use `eqzoo.save`")
+                result[name] = theirs[0]
         return self.restore(result)
 
     @property

@@ -198,6 +198,48 @@ ROWS = (
         vanishing=r".*attention\.key\.bias|.*mbconv\.norm\.bias",  # as above; the next batch norm takes it off
         replicated=r".*squeeze_excite\.fc\d\.weight|.*\.bias\.table",
     ),
+    Row(
+        model=eqzoo.RegNet,
+        config=eqzoo.RegNetConfig(
+            depths=(1, 3),
+            widths=(8, 12),
+            group_size=8,
+            bottleneck=2.0,
+            squeeze_excite=0.25,
+            shortcut="pool",
+            linear_out=True,
+            activation="silu",
+            stem_width=8,
+            last_width=16,
+            dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(10, 14, 3),
+        read_out=lambda model, features: model.head(jnp.mean(model.last(features[-1]), axis=(0, 1))),
+        replicated=r".*layers\.\d\.fc\d\.weight",  # squeeze-and-excitation
+    ),
+    Row(
+        model=eqzoo.DenseNet,
+        config=eqzoo.DenseNetConfig(
+            growth_rate=8,
+            layers=(1, 2),
+            bottleneck=2,
+            stem="deep",
+            blur=True,
+            layer_dropout=0.1,
+            dropout=0.1,
+            num_classes=8,
+        ),
+        example=_image(18, 26, 3),
+        read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=(0, 1))),
+    ),
+    Row(
+        model=eqzoo.ShuffleNetV2,
+        config=eqzoo.ShuffleNetV2Config(depths=(1, 3), widths=(8, 16), stem_width=8, last_width=24, num_classes=8),
+        example=_image(18, 26, 3),
+        read_out=lambda model, features: model.head(jnp.mean(model.last(features[-1]), axis=(0, 1))),
+    ),
 )
 
 

@@ -96,6 +96,11 @@ def test_fields_become_options_and_back():
     assert Config(**OPTIONS.read(OPTIONS.write(config))) == config
 
 
+def test_a_value_that_upstream_has_no_word_for_is_refused():
+    with pytest.raises(ValueError, match="upstream has no pool='max'; use `eqzoo.save`"):
+        OPTIONS.write(Config(pool="max"))
+
+
 def test_config_fields_are_those_that_are_written():
     assert OPTIONS.config_fields == {"width", "sizes", "pool"}
     assert replace(OPTIONS, implied={"gate": True}).config_fields == {"width", "sizes", "pool", "gate"}
