@@ -1,7 +1,7 @@
 """Comparison with an upstream model: its weights through the checkpoint rules, then names, outputs and gradients."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod, sqrt
 from typing import Any
 
@@ -167,6 +167,17 @@ def assert_names_and_shapes(
     assert {name: array.shape for name, array in exported.items()} == expected
     count = sum(leaf.size for leaf in jax.tree.leaves(skeleton) if isinstance(leaf, jax.ShapeDtypeStruct))
     assert count + unused == sum(prod(shape) for shape in expected.values())
+
+
+def number_of_parameters(family: Family, config: Any) -> int:
+    """Without running statistics, as torchvision counts."""
+    model, _ = _skeleton(functools.partial(family.model, config))
+    return sum(leaf.size for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.ShapeDtypeStruct))
+
+
+def narrowed(conv: Callable[..., torch.nn.Module], divisor: int) -> Callable[..., torch.nn.Module]:
+    """Upstream's convolution with a fraction of the channels, but for an image's: for models whose widths are fixed."""
+    return lambda ins, outs, **options: conv(ins if ins == 3 else ins // divisor, outs // divisor, **options)
 
 
 def _zeros(leaf: Any) -> Any:

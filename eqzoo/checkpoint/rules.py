@@ -40,6 +40,14 @@ TRANSPOSE_SPLIT = Transform(
 )
 
 
+def flattened(size: int) -> Transform:
+    """A convolution with a `size` x `size` kernel, as the linear layer on all that one window holds."""
+    return Transform(
+        lambda tensor, shapes: [tensor.reshape(shapes[0])],
+        lambda parts: parts[0].reshape(len(parts[0]), -1, size, size),
+    )
+
+
 @dataclass(frozen=True)
 class Rule:
     """Source tensors whose names match `source` fill the leaf, or the leaves, that `target` names.

@@ -1,6 +1,7 @@
 """Layers that two or more families use, one concept a file. All take ONE example, images channels-last."""
 
 from eqzoo.nn.activation import ACTIVATIONS as ACTIVATIONS
+from eqzoo.nn.activation import ReLU as ReLU
 from eqzoo.nn.activation import activation as activation
 from eqzoo.nn.activation import gelu as gelu
 from eqzoo.nn.activation import gelu_tanh as gelu_tanh
@@ -14,6 +15,7 @@ from eqzoo.nn.attention import split_heads as split_heads
 from eqzoo.nn.conv import Conv2d as Conv2d
 from eqzoo.nn.conv import conv2d as conv2d
 from eqzoo.nn.conv_norm import ConvNorm as ConvNorm
+from eqzoo.nn.conv_norm import in_turn as in_turn
 from eqzoo.nn.dropout import Dropout as Dropout
 from eqzoo.nn.dropout import DropPath as DropPath
 from eqzoo.nn.dropout import block_depths as block_depths
@@ -28,6 +30,7 @@ from eqzoo.nn.norm import LayerNorm as LayerNorm
 from eqzoo.nn.norm import RMSNorm as RMSNorm
 from eqzoo.nn.norm import RunningStats as RunningStats
 from eqzoo.nn.patch import PatchEmbed as PatchEmbed
+from eqzoo.nn.pool import MaxPool as MaxPool
 from eqzoo.nn.pool import adaptive_avg_pool as adaptive_avg_pool
 from eqzoo.nn.pool import avg_pool as avg_pool
 from eqzoo.nn.pool import global_avg_pool as global_avg_pool
@@ -39,6 +42,7 @@ from eqzoo.nn.position import rotate as rotate
 from eqzoo.nn.position import sincos_1d as sincos_1d
 from eqzoo.nn.position import sincos_2d as sincos_2d
 from eqzoo.nn.pyramid import FeaturePyramid as FeaturePyramid
+from eqzoo.nn.renormalise import renormalise as renormalise
 from eqzoo.nn.resize import resize_bilinear as resize_bilinear
 from eqzoo.nn.resize import resize_nearest as resize_nearest
 from eqzoo.nn.scale import LayerScale as LayerScale

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eqzoo.checkpoint import BATCH_NORM, SAME, SPLIT, TRANSPOSE, TRANSPOSE_SPLIT, Rule, prefixed, staged
+from eqzoo.checkpoint import BATCH_NORM, SAME, SPLIT, TRANSPOSE, TRANSPOSE_SPLIT, Rule, flattened, prefixed, staged
 
 CASES = [
     (Rule(r"fc\.(weight|bias)", "head.{0}"), "fc.bias", ("head.bias",)),
@@ -83,6 +83,8 @@ def test_the_first_block_of_a_stage_has_upstreams_first_number(start):
         (SPLIT, [(2, 3), (4, 3), (1, 3)], (7, 3)),
         (TRANSPOSE_SPLIT, [(2, 3), (4, 3)], (3, 6)),
         (TRANSPOSE_SPLIT, [(2,), (4,)], (6,)),
+        (flattened(3), [(2, 36)], (2, 4, 3, 3)),
+        (flattened(1), [(2, 5)], (2, 5, 1, 1)),
     ],
 )
 def test_a_transform_and_its_inverse(transform, shapes, source_shape):

@@ -24,15 +24,17 @@ BATCH = 8
 class Row:
     """A family's class with a tiny config: every structural part, two layers or more in every stack, all rates above 0.
 
-    `example` draws one input. `read_out` computes the output from what `features` (or `hidden`) returns. `vanishing` is
-    a regex on the paths of leaves whose gradient is zero by symmetry, `replicated` on those of matrices that every
-    device keeps a copy of on purpose.
+    `example` draws one input. `read_out` computes the output from what `features` (or `hidden`) returns, `after_head`
+    from what the head returns. `vanishing` is a regex on the paths of leaves whose gradient is zero by symmetry or
+    because only `logits_with_auxiliary` needs them, `replicated` on those of matrices that every device keeps a copy of
+    on purpose.
     """
 
     model: type[Any]
     config: Any
     example: Callable[[PRNGKeyArray], Array]
     read_out: Callable[[Any, Any], Array]
+    after_head: Callable[[Array], Array] = lambda logits: logits
     vanishing: str = ""
     replicated: str = ""
 
@@ -239,6 +241,58 @@ ROWS = (
         config=eqzoo.ShuffleNetV2Config(depths=(1, 3), widths=(8, 16), stem_width=8, last_width=24, num_classes=8),
         example=_image(18, 26, 3),
         read_out=lambda model, features: model.head(jnp.mean(model.last(features[-1]), axis=(0, 1))),
+    ),
+    Row(
+        model=eqzoo.VGG,
+        config=eqzoo.VGGConfig(widths=((8,), (12, 12)), norm=True, hidden=16, pool="after", dropout=0.1, num_classes=8),
+        example=_image(18, 34, 3),
+        read_out=lambda model, features: model.head(model.embedding(features[-1])),
+        vanishing=r"layers\.[047]\.bias",  # batch norm takes it off again
+    ),
+    Row(
+        model=eqzoo.AlexNet,
+        config=eqzoo.AlexNetConfig(widths=(8, 12, 8, 12, 8), hidden=16, dropout=0.1, num_classes=8),
+        example=_image(63, 71, 3),
+        read_out=lambda model, features: model.head(model.embedding(features[-1])),
+    ),
+    Row(
+        model=eqzoo.SqueezeNet,
+        config=eqzoo.SqueezeNetConfig(stem_width=8, stem_kernel=3, squeeze=((2, 3), (2,)), dropout=0.1, num_classes=8),
+        example=_image(9, 9, 3),  # which leaves one position, so that there is one embedding
+        read_out=lambda model, features: jnp.mean(jax.nn.relu(model.head(features[-1])), axis=(0, 1)),
+        after_head=jax.nn.relu,
+    ),
+    Row(
+        model=eqzoo.GoogLeNet,
+        config=eqzoo.GoogLeNetConfig(
+            stem=(8, 8, 8),
+            blocks=(((8, 8, 8, 4, 4, 4),), ((8, 8, 8, 4, 4, 4), (8, 8, 8, 4, 4, 8)), ((8, 8, 8, 4, 4, 4),)),
+            transform_input=True,
+            aux_heads=True,
+            aux=(8, 16),
+            dropout=0.1,
+            aux_dropout=0.1,
+            num_classes=8,
+        ),
+        example=_image(33, 41, 3),
+        read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=(0, 1))),
+        vanishing=r"aux_heads\..*",
+    ),
+    Row(
+        model=eqzoo.InceptionV3,
+        config=eqzoo.InceptionV3Config(
+            pool_widths=(64,),
+            widths_7x7=(128,),
+            wide_blocks=1,
+            width=1 / 16,
+            transform_input=True,
+            aux_heads=True,
+            dropout=0.1,
+            num_classes=8,
+        ),
+        example=_image(299, 299, 3),  # the smallest that the auxiliary head takes
+        read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=(0, 1))),
+        vanishing=r"aux_head\..*",
     ),
 )
 

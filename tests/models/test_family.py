@@ -19,7 +19,8 @@ REGISTRIES = {"timm": set(timm.list_models()), "torchvision": set(torchvision.mo
 def test_a_variant_is_upstreams_if_and_only_if_upstream_has_its_name(family, library):
     upstreams = [upstream for naming, upstream in family.upstreams.items() if naming == library]
     ours = {name for name in family.variants if any(upstream.has(name) for upstream in upstreams)}
-    assert ours == REGISTRIES[library] & family.variants.keys()
+    theirs = {spelling for name in REGISTRIES[library] for spelling in (name, f"{library}/{name}")}
+    assert ours == theirs & family.variants.keys()
 
 
 def test_every_variant_is_somebodys_or_our_own():
