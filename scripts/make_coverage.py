@@ -62,8 +62,8 @@ def cases() -> dict[str, Callable[[], Any]]:
     for name in sorted({key.partition(".")[0] for key in torchvision_facts()}):
         found[f"torchvision/{name}"] = lambda name=name: torchvision.models.get_model(name)
     for family in families():
-        if "timm" in family.upstreams:
-            for name in filter(family.upstreams["timm"].has, family.variants):
+        for upstream in (each for naming, each in family.upstreams.items() if naming.startswith("timm")):
+            for name in filter(upstream.has, family.variants):
                 found[f"timm/{name.removeprefix('timm/')}"] = lambda name=name: timm.create_model(
                     name.removeprefix("timm/")
                 )

@@ -158,7 +158,11 @@ def assert_names_and_shapes(
     skeleton = _merge(*_skeleton(make))
     shapes = {name: tuple(tensor.shape) for name, tensor in upstream.items()}
     tensors = {name: Tensor(shapes[name], _dtype(tensor), lambda: np.empty(0)) for name, tensor in upstream.items()}
-    fits = {naming: plan(skeleton, tensors, rules) for naming, rules in namings.items()}
+    fits = {}
+    for naming, rules in namings.items():
+        fits[naming] = plan(skeleton, tensors, rules)
+        if not fits[naming].problems:
+            break
     naming = min(fits, key=lambda naming: fits[naming].problems)
     assert not fits[naming].problems, fits[naming].report("upstream's state dict", str(target))
 

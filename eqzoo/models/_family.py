@@ -69,10 +69,9 @@ class Options:
                 result[name] = getattr(config, entry)
             else:
                 value = getattr(config, entry.field)
-                theirs = [theirs for theirs, ours in entry.values.items() if ours == value]
-                if not theirs:
+                if value not in entry.values.values():
                     raise ValueError(f"upstream has no {entry.field}={value!r}; use `eqzoo.save`")
-                result[name] = theirs[0]
+                result[name] = next(theirs for theirs, ours in entry.values.items() if ours == value)
         return self.restore(result)
 
     @property

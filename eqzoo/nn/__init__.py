@@ -12,6 +12,7 @@ from eqzoo.nn.attention import attend as attend
 from eqzoo.nn.attention import causal_mask as causal_mask
 from eqzoo.nn.attention import merge_heads as merge_heads
 from eqzoo.nn.attention import split_heads as split_heads
+from eqzoo.nn.attention_pool import AttentionPool as AttentionPool
 from eqzoo.nn.conv import Conv2d as Conv2d
 from eqzoo.nn.conv import conv2d as conv2d
 from eqzoo.nn.conv_norm import ConvNorm as ConvNorm
@@ -24,6 +25,7 @@ from eqzoo.nn.linear import MLP as MLP
 from eqzoo.nn.linear import Embedding as Embedding
 from eqzoo.nn.linear import GatedMLP as GatedMLP
 from eqzoo.nn.linear import Linear as Linear
+from eqzoo.nn.linear import Norm as Norm
 from eqzoo.nn.norm import BatchNorm as BatchNorm
 from eqzoo.nn.norm import GroupNorm as GroupNorm
 from eqzoo.nn.norm import LayerNorm as LayerNorm
@@ -51,6 +53,7 @@ from eqzoo.nn.scale import round_channels as round_channels
 from eqzoo.nn.stack import Stack as Stack
 from eqzoo.nn.stack import Stage as Stage
 from eqzoo.nn.stack import scan_options as scan_options
+from eqzoo.nn.transformer import TransformerBlock as TransformerBlock
 from eqzoo.nn.window import CosineWindowAttention as CosineWindowAttention
 from eqzoo.nn.window import RelativeBias as RelativeBias
 from eqzoo.nn.window import WindowAttention as WindowAttention

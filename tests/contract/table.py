@@ -294,6 +294,34 @@ ROWS = (
         read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=(0, 1))),
         vanishing=r"aux_head\..*",
     ),
+    Row(
+        model=eqzoo.Eva,
+        config=eqzoo.EvaConfig(
+            dim=16,
+            depth=3,
+            heads=2,
+            patch_size=4,
+            image_size=12,
+            mlp="swiglu",
+            registers=1,
+            rotary="grid",
+            rotary_grid=4,
+            pool="map",
+            pre_norm=True,
+            attention_norm=True,
+            mlp_norm=True,
+            final_norm=True,
+            layer_scale=1e-5,
+            dropout=0.1,
+            attention_dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(12, 12, 3),
+        read_out=lambda model, features: model.head(model.fc_norm(model.attention_pool(features[-1]))),
+        vanishing=r"attention_pool\.key\.bias",  # it moves all scores of a query alike
+        replicated=r"class_token|registers|positions|attention_pool\.latent\.weight",
+    ),
 )
 
 
