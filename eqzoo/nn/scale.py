@@ -24,9 +24,10 @@ class LayerScale(eqx.Module):
         return x * self.weight.astype(x.dtype)
 
 
-def round_channels(channels: int | float, divisor: int = 8) -> int:
-    """The multiple of `divisor` nearest to `channels`, at least one."""
-    return max(divisor, int(channels + divisor / 2) // divisor * divisor)
+def round_channels(channels: int | float, divisor: int = 8, *, limit: float = 0.0) -> int:
+    """The multiple of `divisor` nearest to `channels`, at least one; the next if that is below `limit` of them."""
+    nearest = max(divisor, int(channels + divisor / 2) // divisor * divisor)
+    return nearest if nearest >= limit * channels else nearest + divisor
 
 
 class SqueezeExcite(eqx.Module):

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 import eqzoo
 from eqzoo._model import _merge, _split
+from eqzoo.models.vision._mobilenet_config import table
 from eqzoo.tree import leaves_with_paths, map_with_path
 
 BATCH = 8
@@ -321,6 +322,27 @@ ROWS = (
         read_out=lambda model, features: model.head(model.fc_norm(model.attention_pool(features[-1]))),
         vanishing=r"attention_pool\.key\.bias",  # it moves all scores of a query alike
         replicated=r"class_token|registers|positions|attention_pool\.latent\.weight",
+    ),
+    Row(
+        model=eqzoo.MobileNet,
+        config=eqzoo.MobileNetConfig(
+            stages=table(
+                "cn_r1_k3_s1_c8_skip er_r1_k3_s1_e2_c8",
+                "ds_r1_k3_s2_c8 ir_r3_k3.5_a1.1_s1_e2_c8_se0.25",
+                "uir_r1_a3_k3_s1_e2_c12 mqa_r1_k3_h2_s1_v2_d4_c12",
+            ),
+            stem_width=8,
+            top_width=24,
+            activation="silu",
+            padding="same_tf",
+            layer_scale=1e-5,
+            dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(17, 22, 3),
+        read_out=lambda model, features: model.head(model.pooled(features[-1])),
+        replicated=r".*squeeze_excite\.fc\d\.weight",
     ),
 )
 
