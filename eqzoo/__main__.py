@@ -311,11 +311,14 @@ def _matches(
             alike = {rules: naming for naming, rules in family.rules.items() if _names_known(rules, tensors) == most}
             namings = {naming: rules for rules, naming in alike.items()} if most else {}  # several may be the same
             classes = _classes(tensors, family)
+            known: dict[Any, Match] = {}  # many variants have one config, and its shapes take a while to find
             for label, config in family.variants.items() if namings else ():
                 if classes and classes != getattr(config, "num_classes", classes):  # trained on, for other classes
                     config = replace(config, num_classes=classes)
                     label = f"{label} with num_classes={classes}"
-                yield label, match_tensors(tensors, _skeleton(partial(family.model, config)), namings)
+                if config not in known:
+                    known[config] = match_tensors(tensors, _skeleton(partial(family.model, config)), namings)
+                yield label, known[config]
 
 
 def _labels(family: "Family", config: Any) -> list[str]:

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 import eqzoo
+from eqzoo._registry import variant
 from eqzoo.checkpoint import unfill, write_safetensors
-from eqzoo.models.vision import vit
 
 MODEL = "vit_base_patch16_224"
 MEGABYTE = 2**20
@@ -55,7 +55,7 @@ def main() -> None:
 def write_files(folder: Path) -> list[tuple[str, Path]]:
     """Random weights under timm's names, and which reader reads which file."""
     model, _ = eqzoo.create(MODEL, key=jax.random.key(0))
-    tensors = {name: np.asarray(array) for name, array in unfill(model, vit.TIMM).items()}
+    tensors = {name: np.asarray(array) for name, array in unfill(model, variant(MODEL)[0].rules["timm"]).items()}
     write_safetensors(folder / "vit.safetensors", tensors, {})
     rows = [("safetensors.numpy", folder / "vit.safetensors"), ("eqzoo", folder / "vit.safetensors")]
     if importlib.util.find_spec("torch"):

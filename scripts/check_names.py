@@ -142,9 +142,11 @@ def table(of: list[Case], matched: set[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="a glob of names")
+    parser.add_argument("--kind", choices=("model", "checkpoint"), help="models, or checkpoints, alone")
     parser.add_argument("--write", action="store_true", help="write docs/names.md")
     options = parser.parse_args()
     chosen = [case for case in cases() if fnmatch.fnmatchcase(case.name, options.only)]
+    chosen = [case for case in chosen if options.kind in (None, case.kind)]
     matched, failed, missing = set(), [], []
     for case in chosen:
         if not is_known(case):

@@ -17,7 +17,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +34,7 @@ from eqzoo._facts import torchvision_facts, transformers_facts
 from eqzoo._model import _merge
 from eqzoo._registry import families, variant
 from eqzoo.checkpoint import open_checkpoint, unfill, write_safetensors
-from tests.parity import randomise
+from tests.parity import randomise, structure
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
 COLUMNS = ("loads", "names and shapes", "outputs", "gradients", "training", "exports back")
@@ -83,17 +82,6 @@ def required(every: Iterable[str]) -> list[str]:
         family, config = variant(facts["variant"] if facts else f"{library}/{bare}")
         first.setdefault((_library(name), family.model, structure(config)), name)
     return list(first.values())
-
-
-def structure(value: Any) -> Hashable:
-    """A config without its numbers, but for whether there are none, one or more."""
-    if is_dataclass(value):
-        return tuple(structure(getattr(value, field.name)) for field in fields(value))
-    if isinstance(value, tuple):
-        return frozenset(map(structure, value))
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return min(value, 2) if isinstance(value, int) else value > 0
-    return value
 
 
 def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:

@@ -12,16 +12,16 @@ from eqzoo._model import is_stateful
 from eqzoo._registry import variant
 
 
-def make_backbone(name: str, *, in_channels: int, output_stride: int | None = None, key: PRNGKeyArray) -> Any:
-    """The model called `name` without its head; with `output_stride`, dilated so that its maps stay that large."""
+def make_backbone(name: str, *, in_channels: int, output_stride: int = 32, key: PRNGKeyArray) -> Any:
+    """The model called `name` without its head; below an `output_stride` of 32, dilated to keep its maps larger."""
     family, config = variant(name)
     known = {field.name for field in dataclasses.fields(config)}
     if "num_classes" not in known or not hasattr(family.model, "features"):
         raise ValueError(f"backbone={name!r} is no vision model with feature maps; choose one such as 'resnet50'")
     changes = {"num_classes": 0, "in_channels": in_channels}
-    if output_stride is not None:
+    if output_stride != 32:
         if "output_stride" not in known:
-            raise ValueError(f"backbone={name!r} can't be dilated, for it has no output_stride; choose a ResNet")
+            raise ValueError(f"backbone={name!r} can't be dilated; pass output_stride=32, or choose a ResNet")
         changes["output_stride"] = output_stride
     return family.model(dataclasses.replace(config, **changes), key=key)
 

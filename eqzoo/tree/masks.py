@@ -14,7 +14,7 @@ from eqzoo.tree.paths import leaves_with_paths, map_with_path
 from eqzoo.tree.select import Where, is_float, select
 
 _SCALES = (
-    *(nn.BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LayerScale),
+    *(nn.BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LayerScale, nn.RelativeBias),
     *(eqx.nn.BatchNorm, eqx.nn.GroupNorm, eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.PReLU),
 )
 

@@ -199,7 +199,7 @@ ROWS = (
             jnp.tanh(model.pre_head(model.norm(jnp.mean(features[-1], axis=(0, 1)))))
         ),
         vanishing=r".*attention\.key\.bias|.*mbconv\.norm\.bias",  # as above; the next batch norm takes it off
-        replicated=r".*squeeze_excite\.fc\d\.weight|.*\.bias\.table",
+        replicated=r".*\.bias\.table",
     ),
     Row(
         model=eqzoo.RegNet,
@@ -267,7 +267,7 @@ ROWS = (
         model=eqzoo.GoogLeNet,
         config=eqzoo.GoogLeNetConfig(
             stem=(8, 8, 8),
-            blocks=(((8, 8, 8, 4, 4, 4),), ((8, 8, 8, 4, 4, 4), (8, 8, 8, 4, 4, 8)), ((8, 8, 8, 4, 4, 4),)),
+            blocks=(((8, 8, 8, 8, 8, 8),), ((8, 8, 8, 8, 8, 8), (8, 8, 8, 8, 8, 16)), ((8, 8, 8, 8, 8, 8),)),
             transform_input=True,
             aux_heads=True,
             aux=(8, 16),
@@ -275,7 +275,7 @@ ROWS = (
             aux_dropout=0.1,
             num_classes=8,
         ),
-        example=_image(33, 41, 3),
+        example=_image(65, 81, 3),
         read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=(0, 1))),
         vanishing=r"aux_heads\..*",
     ),
@@ -287,13 +287,12 @@ ROWS = (
             wide_blocks=1,
             width=1 / 16,
             transform_input=True,
-            aux_heads=True,
+            aux_heads=False,  # it takes images of 299 pixels; GoogLeNet has some
             dropout=0.1,
             num_classes=8,
         ),
-        example=_image(299, 299, 3),  # the smallest that the auxiliary head takes
+        example=_image(107, 123, 3),
         read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=(0, 1))),
-        vanishing=r"aux_head\..*",
     ),
     Row(
         model=eqzoo.Eva,
@@ -342,7 +341,23 @@ ROWS = (
         ),
         example=_image(17, 22, 3),
         read_out=lambda model, features: model.head(model.pooled(features[-1])),
+        vanishing=r".*dw_start\.norm\.bias",  # the next batch norm takes it off
         replicated=r".*squeeze_excite\.fc\d\.weight",
+    ),
+    Row(
+        model=eqzoo.Segmenter,
+        config=eqzoo.SegmenterConfig(
+            backbone="test_convnext",
+            decoder="aspp",
+            output_stride=32,
+            aux_head=True,
+            dropout=0.1,
+            pyramid_dropout=0.1,
+            num_classes=8,
+        ),
+        example=_image(40, 64, 3),
+        read_out=lambda model, features: eqzoo.nn.resize_bilinear(model.head(features[-1]), (40, 64)),
+        vanishing=r"aux_.*",  # the main logits don't need it
     ),
 )
 

@@ -80,7 +80,7 @@ def test_no_classes_gives_the_embedding(subject, predictions):
     body = [leaf for path, leaf in leaves_with_paths(subject.model) if path in kept]
     headless = jax.tree.unflatten(jax.tree.structure(skeleton), body)
     embeddings = eqx.filter_jit(eqx.filter_vmap(eqzoo.freeze(headless, subject.state)))(subject.xs)
-    assert embeddings.shape == (len(subject.xs), head.weight.shape[1])
+    assert embeddings.shape == (*predictions.shape[:-1], head.weight.shape[1])
     assert_close(subject.row.after_head(jax.vmap(head)(embeddings)), predictions, 1e-5)
 
 

@@ -217,7 +217,7 @@ TORCHVISION = (
 )
 
 SHARDING = (
-    (r".*conv\.weight", P("model", "fsdp")),
+    (r".*(conv\d?|fc\d|stem\.layers\.\d)\.weight", P("model", "fsdp")),
     (r"(aux_)?head\.weight", P("model", "fsdp")),
 )
 

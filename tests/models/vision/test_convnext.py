@@ -35,6 +35,7 @@ from tests.parity import (
     assert_names_and_shapes,
     assert_same_results,
     from_torch,
+    of_each_structure,
     randomise,
 )
 
@@ -91,7 +92,7 @@ def config_of(model: TimmConvNeXt) -> ConvNeXtConfig:
     )
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", of_each_structure(VARIANTS))
 def test_timm_variant_has_the_same_options_names_shapes_and_maps(name):
     config = VARIANTS[name]
     with torch.device("meta"):

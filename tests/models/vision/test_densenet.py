@@ -22,7 +22,7 @@ from eqzoo._model import _skeleton
 from eqzoo._save import _stored
 from eqzoo.checkpoint import CheckpointError
 from eqzoo.models.vision.densenet import FAMILY, TIMM, VARIANTS, DenseNet, DenseNetConfig
-from tests.parity import assert_names_and_shapes, assert_same_results, filled, from_torch, randomise
+from tests.parity import assert_names_and_shapes, assert_same_results, filled, from_torch, of_each_structure, randomise
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
 TORCHVISION_VARIANTS = [name for name in VARIANTS if name in torchvision.models.list_models()]
@@ -42,7 +42,7 @@ def assert_same_parts(config: DenseNetConfig, upstream: torch.nn.Module) -> None
     assert {module.eps for module in upstream.modules() if isinstance(module, torch.nn.BatchNorm2d)} == {1e-5}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", of_each_structure(VARIANTS))
 def test_timm_variant_has_the_same_names_and_shapes(name):
     with torch.device("meta"):
         upstream = timm.create_model(name)

@@ -17,7 +17,14 @@ from timm.models.eva import Eva as TimmEva
 import eqzoo
 from eqzoo.checkpoint import CheckpointError
 from eqzoo.models.vision.eva import FAMILY, VARIANTS, EvaConfig
-from tests.parity import assert_close, assert_names_and_shapes, assert_same_results, from_torch, randomise
+from tests.parity import (
+    assert_close,
+    assert_names_and_shapes,
+    assert_same_results,
+    from_torch,
+    of_each_structure,
+    randomise,
+)
 
 # The modules that the mathematics of this family is made of. Anything else in an upstream model needs a look.
 MLPS = {"Mlp": "mlp", "SwiGLU": "swiglu", "GluMlp": "swiglu"}
@@ -78,7 +85,7 @@ def config_of(model: TimmEva) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", of_each_structure(VARIANTS))
 def test_variant_has_the_same_options_names_and_shapes(name):
     with torch.device("meta"):
         upstream = timm.create_model(name)

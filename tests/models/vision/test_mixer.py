@@ -18,7 +18,14 @@ from timm.models.mlp_mixer import Affine, MlpMixer, ResBlock, SpatialGatingBlock
 import eqzoo
 from eqzoo.checkpoint import CheckpointError, unfill
 from eqzoo.models.vision.mixer import FAMILY, TIMM, TIMM_OPTIONS, VARIANTS, Mixer, MixerConfig
-from tests.parity import assert_close, assert_names_and_shapes, assert_same_results, from_torch, randomise
+from tests.parity import (
+    assert_close,
+    assert_names_and_shapes,
+    assert_same_results,
+    from_torch,
+    of_each_structure,
+    randomise,
+)
 
 BLOCKS = {"MixerBlock": "mixer", "ResBlock": "resmlp", "SpatialGatingBlock": "gmlp"}
 
@@ -54,7 +61,7 @@ def config_of(model: MlpMixer) -> MixerConfig:
     )
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", of_each_structure(VARIANTS))
 def test_timm_variant_has_the_same_options_names_and_shapes(name):
     with torch.device("meta"):
         upstream = timm.create_model(name)

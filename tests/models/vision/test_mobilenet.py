@@ -39,7 +39,14 @@ from eqzoo.models.vision.mobilenet import (
     MobileNetConfig,
     _torchvision_efficientnet,
 )
-from tests.parity import assert_close, assert_names_and_shapes, assert_same_results, from_torch, randomise
+from tests.parity import (
+    assert_close,
+    assert_names_and_shapes,
+    assert_same_results,
+    from_torch,
+    of_each_structure,
+    randomise,
+)
 
 # The modules that the mathematics of this family is made of. Anything else in an upstream model needs a look.
 KNOWN = {
@@ -168,7 +175,7 @@ def timms_padding(conv: nn.Conv2d) -> Any:
     return (size // 2, size // 2) if conv.stride == (1, 1) else conv.padding == "same_tf" or conv.padding
 
 
-@pytest.mark.parametrize("name", TIMM_VARIANTS)
+@pytest.mark.parametrize("name", of_each_structure(TIMM_VARIANTS))
 def test_timm_variant_has_the_same_options_names_and_shapes(name):
     config = TIMM_VARIANTS[name]
     with torch.device("meta"):

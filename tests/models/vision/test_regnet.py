@@ -27,7 +27,14 @@ from eqzoo._describe import from_config_json
 from eqzoo._model import _skeleton
 from eqzoo.checkpoint import CheckpointError
 from eqzoo.models.vision.regnet import FAMILY, TIMM, TORCHVISION, VARIANTS, RegNet, RegNetConfig
-from tests.parity import assert_close, assert_names_and_shapes, assert_same_results, from_torch, randomise
+from tests.parity import (
+    assert_close,
+    assert_names_and_shapes,
+    assert_same_results,
+    from_torch,
+    of_each_structure,
+    randomise,
+)
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
 TORCHVISION_VARIANTS = [name for name in VARIANTS if name.startswith("regnet_")]
@@ -56,7 +63,7 @@ def assert_same_parts(config: RegNetConfig, upstream: torch.nn.Module) -> None:
     assert set(groups) == ({config.group_norm} if config.group_norm else set())
 
 
-@pytest.mark.parametrize("name", TIMM_VARIANTS)
+@pytest.mark.parametrize("name", of_each_structure({name: VARIANTS[name] for name in TIMM_VARIANTS}))
 def test_timm_variant_has_the_same_names_shapes_and_maps(name):
     with torch.device("meta"):
         upstream = timm.create_model(name).eval()

@@ -96,10 +96,13 @@ def test_resizing_is_torchs(size, new):
 @pytest.mark.parametrize(
     ("backbone", "sentence"),
     [
-        ("vit_b_16", "backbone='vit_b_16' can't be dilated, for it has no output_stride; choose a ResNet"),
+        ("vit_b_16", "backbone='vit_b_16' can't be dilated; pass output_stride=32, or choose a ResNet"),
         ("gpt2", "backbone='gpt2' is no vision model with feature maps"),
     ],
 )
 def test_a_backbone_that_does_not_serve_is_refused(backbone, sentence):
+    """Nor one whose features are tokens, whatever the stride."""
+    with pytest.raises(ValueError, match="ViT gives tokens, not maps; choose a backbone such as 'resnet50'"):
+        eqzoo.create("fcn_resnet50", backbone="vit_tiny_patch16_224", output_stride=32, key=jax.random.key(0))
     with pytest.raises(ValueError, match=sentence):
         eqzoo.create("fcn_resnet50", backbone=backbone, key=jax.random.key(0))

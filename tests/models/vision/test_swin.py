@@ -32,6 +32,7 @@ from tests.parity import (
     assert_same_results,
     filled,
     from_torch,
+    of_each_structure,
     randomise,
 )
 
@@ -79,7 +80,7 @@ def config_of(model: Any) -> SwinConfig:
     )
 
 
-@pytest.mark.parametrize("name", TIMM_VARIANTS)
+@pytest.mark.parametrize("name", of_each_structure({name: VARIANTS[name] for name in TIMM_VARIANTS}))
 def test_timm_variant_has_the_same_options_names_shapes_and_maps(name):
     config = VARIANTS[name]
     with torch.device("meta"):

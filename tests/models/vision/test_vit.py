@@ -23,7 +23,15 @@ from eqzoo.checkpoint import CheckpointError, unfill
 from eqzoo.models.vision._vit_upstream import TIMM, TORCHVISION
 from eqzoo.models.vision.vit import FAMILY, VARIANTS, ViT, ViTConfig
 from eqzoo.tree import leaves_with_paths
-from tests.parity import assert_close, assert_names_and_shapes, assert_same_gradients, filled, from_torch, randomise
+from tests.parity import (
+    assert_close,
+    assert_names_and_shapes,
+    assert_same_gradients,
+    filled,
+    from_torch,
+    of_each_structure,
+    randomise,
+)
 
 TORCHVISION_VARIANTS = [name for name in VARIANTS if name.startswith(("vit_b_", "vit_l_", "vit_h_"))]
 TIMM_VARIANTS = [name for name in VARIANTS if name not in TORCHVISION_VARIANTS]
@@ -98,7 +106,7 @@ def config_of(model: VisionTransformer) -> ViTConfig:
     )
 
 
-@pytest.mark.parametrize("name", TIMM_VARIANTS)
+@pytest.mark.parametrize("name", of_each_structure({name: VARIANTS[name] for name in TIMM_VARIANTS}))
 def test_timm_variant_has_the_same_options_names_and_shapes(name):
     with torch.device("meta"):
         upstream = timm.create_model(name)
