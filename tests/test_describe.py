@@ -127,7 +127,7 @@ HOSTILE = {
     "an unknown option": (vit(rope=True), "option 'rope' .of value True. is not known to eqzoo"),
     "an unknown value": (vit(global_pool="map"), "global_pool='map' is not supported; eqzoo has 'token', 'avg'"),
     "a list as value": (vit(act_layer=["gelu"]), r"act_layer=\['gelu'\] is not supported"),
-    "another value than all have": (timm_config("resnet18", output_stride=8), "output_stride=8 is not supported"),
+    "another value than all have": (timm_config("resnet18", down_kernel_size=3), "down_kernel_size=3 is not supported"),
     "options in a list": ('{"architecture": "resnet18", "model_args": [1]}', "."),
     "a number for pretrained_cfg": ('{"architecture": "resnet18", "pretrained_cfg": 7}', "."),
     "an input_size of one": ('{"architecture": "resnet18", "input_size": [3]}', "."),
