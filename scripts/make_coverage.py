@@ -1,13 +1,12 @@
 """Compute what upstream computes, at real sizes, and write the table in docs/coverage.md.
 
-python scripts/make_coverage.py                              # a model of each structure that has no row yet
+python scripts/make_coverage.py                              # all names that have no row yet
 python scripts/make_coverage.py --only 'timm/resnet1*'       # these names, with or without a row
 python scripts/make_coverage.py --check                      # only say whether the table has what it should
 
 Upstream's model gets random weights and is written in upstream's own layout. eqzoo loads that, and is compared in
 outputs and in gradients of all parameters together, and with batch norm in training too; its export must load upstream
-strictly and hold the same numbers. Two configs have one structure if they differ in numbers only: in widths, depths and
-sizes, but not in whether something is there at all.
+strictly and hold the same numbers.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import gc
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,16 +31,16 @@ from timm.models import save_for_hf
 import eqzoo
 from eqzoo._facts import torchvision_facts, transformers_facts
 from eqzoo._model import _merge
-from eqzoo._registry import families, variant
+from eqzoo._registry import families
 from eqzoo.checkpoint import open_checkpoint, unfill, write_safetensors
-from tests.parity import randomise, structure
+from tests.parity import randomise
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
 COLUMNS = ("loads", "names and shapes", "outputs", "gradients", "training", "exports back")
 INTRODUCTION = """# Coverage
 
-At least one model of each structure that eqzoo has from timm, torchvision and transformers, checked at its real size
-against the library itself on random weights (`python scripts/make_coverage.py` writes this page).
+Every name of timm, torchvision and transformers that belongs to a family of eqzoo, checked at its real size against the
+library itself on random weights (`python scripts/make_coverage.py` writes this page).
 [Names](names.md) counts all models and checkpoints that match in names and shapes.
 
 - **loads**: `eqzoo.load` takes upstream's own layout: a folder with config.json of timm or transformers, torchvision's
@@ -71,17 +70,6 @@ def cases() -> dict[str, Callable[[], Any]]:
         make = getattr(transformers, facts["config"]["architectures"][0])
         found[name] = lambda make=make, config=config: make(config)
     return found
-
-
-def required(every: Iterable[str]) -> list[str]:
-    """The first name of each structure in each library."""
-    first: dict[Hashable, str] = {}
-    for name in every:
-        library, _, bare = name.partition("/")
-        facts = transformers_facts().get(name)
-        family, config = variant(facts["variant"] if facts else f"{library}/{bare}")
-        first.setdefault((_library(name), family.model, structure(config)), name)
-    return list(first.values())
 
 
 def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:
@@ -301,12 +289,12 @@ def main() -> int:
     every = cases()
     rows = read_rows()
     if options.check:
-        stale = sorted(set(required(every)) - set(rows)) + sorted(set(rows) - set(every))
+        stale = sorted(set(every) ^ set(rows))
         bad = sorted(name for name, row in rows.items() if any(cell.startswith("NO") for cell in row.values()))
         print(f"{len(rows)} names; not in the table, or no longer upstream: {stale}; failing: {bad}")
         return int(bool(stale or bad))
     failed = False
-    missing = [name for name in required(every) if name not in rows]
+    missing = [name for name in every if name not in rows]
     for name in missing if options.only is None else fnmatch.filter(every, options.only):
         with tempfile.TemporaryDirectory() as folder:
             try:

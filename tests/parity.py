@@ -1,9 +1,7 @@
 """Comparison with an upstream model: its weights through the checkpoint rules, then names, outputs and gradients."""
 
 import functools
-import os
-from collections.abc import Hashable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
 from math import prod, sqrt
 from typing import Any
 
@@ -175,24 +173,3 @@ def _zeros(leaf: Any) -> Any:
 
 def _dtype(tensor: torch.Tensor) -> np.dtype:
     return np.dtype(str(tensor.dtype).removeprefix("torch."))
-
-
-def of_each_structure(variants: Mapping[str, Any]) -> list[str]:
-    """The first name of each structure, and the last; or all names, which takes minutes."""
-    if os.environ.get("EQZOO_EVERY_VARIANT"):
-        return list(variants)
-    first: dict[Hashable, str] = {}
-    for name, config in variants.items():
-        first.setdefault(structure(config), name)
-    return list(dict.fromkeys([*first.values(), *list(variants)[-1:]]))
-
-
-def structure(value: Any) -> Hashable:
-    """A config without its numbers, but for whether there are none, one or more."""
-    if is_dataclass(value):
-        return tuple(structure(getattr(value, field.name)) for field in fields(value))
-    if isinstance(value, tuple):
-        return frozenset(map(structure, value))
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return min(value, 2) if isinstance(value, int) else value > 0
-    return value

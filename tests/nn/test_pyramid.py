@@ -39,15 +39,6 @@ def test_levels_and_gradients_are_torchvisions():
         assert_close(gradient, tensor.grad[0].permute(1, 2, 0))
 
 
-@pytest.mark.parametrize(("size", "new"), [((5, 7), (40, 50)), ((1, 1), (6, 3)), ((9, 8), (9, 8)), ((8, 9), (4, 5))])
-@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
-def test_resizing_is_torchs(size, new, mode):
-    x = np.random.default_rng(0).normal(size=(*size, 2)).astype(np.float32)
-    there = torch.nn.functional.interpolate(torch.tensor(x).permute(2, 0, 1)[None], size=new, mode=mode)[0]
-    resize = nn.resize_bilinear if mode == "bilinear" else nn.resize_nearest
-    assert_close(resize(jnp.asarray(x), new), there.permute(1, 2, 0))
-
-
 def test_over_a_backbone():
     model, state = eqzoo.create("resnet10t", num_classes=0, key=jax.random.key(0))
     maps = eqzoo.freeze(model, state).features(jnp.zeros((64, 96, 3)))
