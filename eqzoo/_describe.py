@@ -117,7 +117,7 @@ def _guarded(read: Callable[[], Description], about: str) -> Description:
     """A description as it was read; whatever is wrong with it in one sentence."""
     try:
         description = read()
-        if len(repr(description.config)) > 2000:  # a stage, a layer of each: making them would take hours
+        if len(repr(description.config)) > 3000:  # a stage, a layer of each: making them would take hours
             raise ValueError("its options are longer than those of any model")
     except Exception as error:  # whatever the parsers and the config's own checks trip over
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)[:500]

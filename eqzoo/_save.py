@@ -73,6 +73,7 @@ def export(
     upstream, base, options = _described_upstream(model, family, format)
     tensors = {name: _as_torch(array) for name, array in unfill(merged, upstream.rules).items()}
     tensors |= {name: np.zeros(shape(model.config), np.float32) for name, shape in upstream.zeros.items()}
+    tensors |= upstream.buffers(model.config)
     remedy = f"{format} could not rebuild it: give it the config it has become, or use `eqzoo.save`"
     _check_config(model, family, tensors, upstream.rules, remedy)
     if path.suffix == ".pth":

@@ -1,7 +1,7 @@
 """Comparison with an upstream model: its weights through the checkpoint rules, then names, outputs and gradients."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod, sqrt
 from typing import Any
 
@@ -146,16 +146,23 @@ def assert_same_results(
             assert_close(after[name], buffer, 1e-5)
 
 
-def assert_names_and_shapes(target: str | tuple[Family, Any], upstream: Mapping[str, torch.Tensor]) -> None:
+def assert_names_and_shapes(
+    target: str | tuple[Family, Any], upstream: Mapping[str, torch.Tensor], *, unused: int = 0
+) -> None:
     """A state dict (on torch's meta device) fits the model completely, and the model's export is that state dict.
 
-    What the rules drop, and second names of one tensor, need no place in the model or its export.
+    What the rules drop, and second names of one tensor, need no place in the model or its export; nor do as many
+    numbers of the others as are `unused`.
     """
     make, namings = _make_and_rules(target)
     skeleton = _merge(*_skeleton(make))
     shapes = {name: tuple(tensor.shape) for name, tensor in upstream.items()}
     tensors = {name: Tensor(shapes[name], _dtype(tensor), lambda: np.empty(0)) for name, tensor in upstream.items()}
-    fits = {naming: plan(skeleton, tensors, rules) for naming, rules in namings.items()}
+    fits = {}
+    for naming, rules in namings.items():
+        fits[naming] = plan(skeleton, tensors, rules)
+        if not fits[naming].problems:
+            break
     naming = min(fits, key=lambda naming: fits[naming].problems)
     assert not fits[naming].problems, fits[naming].report("upstream's state dict", str(target))
 
@@ -163,7 +170,18 @@ def assert_names_and_shapes(target: str | tuple[Family, Any], upstream: Mapping[
     exported = unfill(jax.tree.map(_zeros, skeleton), namings[naming])
     assert {name: array.shape for name, array in exported.items()} == expected
     count = sum(leaf.size for leaf in jax.tree.leaves(skeleton) if isinstance(leaf, jax.ShapeDtypeStruct))
-    assert count == sum(prod(shape) for shape in expected.values())
+    assert count + unused == sum(prod(shape) for shape in expected.values())
+
+
+def number_of_parameters(family: Family, config: Any) -> int:
+    """Without running statistics, as torchvision counts."""
+    model, _ = _skeleton(functools.partial(family.model, config))
+    return sum(leaf.size for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.ShapeDtypeStruct))
+
+
+def narrowed(conv: Callable[..., torch.nn.Module], divisor: int) -> Callable[..., torch.nn.Module]:
+    """Upstream's convolution with a fraction of the channels, but for an image's: for models whose widths are fixed."""
+    return lambda ins, outs, **options: conv(ins if ins == 3 else ins // divisor, outs // divisor, **options)
 
 
 def _zeros(leaf: Any) -> Any:

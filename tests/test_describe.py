@@ -125,7 +125,7 @@ HOSTILE = {
     "an unknown model_type": ('{"model_type": "bert"}', "no model of model_type 'bert'; it has .*gpt2"),
     "a model_type that is a list": ('{"model_type": ["gpt2"]}', "list"),
     "an unknown option": (vit(rope=True), "option 'rope' .of value True. is not known to eqzoo"),
-    "an unknown value": (vit(global_pool="map"), "global_pool='map' is not supported; eqzoo has 'token', 'avg'"),
+    "an unknown value": (vit(global_pool="prr"), "global_pool='prr' is not supported; eqzoo has 'token', 'avg', 'map'"),
     "a list as value": (vit(act_layer=["gelu"]), r"act_layer=\['gelu'\] is not supported"),
     "another value than all have": (timm_config("resnet18", down_kernel_size=3), "down_kernel_size=3 is not supported"),
     "options in a list": ('{"architecture": "resnet18", "model_args": [1]}', "."),

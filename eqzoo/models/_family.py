@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import Shaped
 
 from eqzoo.checkpoint.rules import Alias, Drop, Rule
 
@@ -67,6 +69,8 @@ class Options:
                 result[name] = getattr(config, entry)
             else:
                 value = getattr(config, entry.field)
+                if value not in entry.values.values():
+                    raise ValueError(f"upstream has no {entry.field}={value!r}; use `eqzoo.save`")
                 result[name] = next(theirs for theirs, ours in entry.values.items() if ours == value)
         return self.restore(result)
 
@@ -82,7 +86,7 @@ class Upstream(NamedTuple):
     `names` are globs over the family's variants: those that the library has under the same name. transformers tells
     its models apart by `model_type`; `architecture` is the class that takes a whole model, and `base` the variant that
     its options describe where they say nothing. `zeros` are tensors that it insists on though they change nothing:
-    their shapes by the config.
+    their shapes by the config; `buffers`, tensors that it stores though they follow from the config.
     """
 
     rules: tuple[Rule | Drop | Alias, ...]
@@ -92,6 +96,7 @@ class Upstream(NamedTuple):
     architecture: str = ""
     base: str = ""
     zeros: Mapping[str, Callable[[Any], tuple[int, ...]]] = {}
+    buffers: Callable[[Any], Mapping[str, Shaped[np.ndarray, "..."]]] = lambda config: {}
 
     def has(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)

@@ -1,6 +1,7 @@
 """Layers that two or more families use, one concept a file. All take ONE example, images channels-last."""
 
 from eqzoo.nn.activation import ACTIVATIONS as ACTIVATIONS
+from eqzoo.nn.activation import ReLU as ReLU
 from eqzoo.nn.activation import activation as activation
 from eqzoo.nn.activation import gelu as gelu
 from eqzoo.nn.activation import gelu_tanh as gelu_tanh
@@ -11,23 +12,35 @@ from eqzoo.nn.attention import attend as attend
 from eqzoo.nn.attention import causal_mask as causal_mask
 from eqzoo.nn.attention import merge_heads as merge_heads
 from eqzoo.nn.attention import split_heads as split_heads
+from eqzoo.nn.attention_pool import AttentionPool as AttentionPool
 from eqzoo.nn.conv import Conv2d as Conv2d
 from eqzoo.nn.conv import conv2d as conv2d
 from eqzoo.nn.conv_norm import ConvNorm as ConvNorm
+from eqzoo.nn.conv_norm import in_turn as in_turn
 from eqzoo.nn.dropout import Dropout as Dropout
 from eqzoo.nn.dropout import DropPath as DropPath
 from eqzoo.nn.dropout import block_depths as block_depths
 from eqzoo.nn.dropout import split_key as split_key
+from eqzoo.nn.inverted_residual import ConvBlock as ConvBlock
+from eqzoo.nn.inverted_residual import DepthwiseSeparable as DepthwiseSeparable
+from eqzoo.nn.inverted_residual import FusedResidual as FusedResidual
+from eqzoo.nn.inverted_residual import InvertedResidual as InvertedResidual
+from eqzoo.nn.inverted_residual import MobileAttention as MobileAttention
+from eqzoo.nn.inverted_residual import UniversalInvertedResidual as UniversalInvertedResidual
 from eqzoo.nn.linear import MLP as MLP
 from eqzoo.nn.linear import Embedding as Embedding
 from eqzoo.nn.linear import GatedMLP as GatedMLP
 from eqzoo.nn.linear import Linear as Linear
+from eqzoo.nn.linear import Norm as Norm
+from eqzoo.nn.mixed_conv import MixedConv2d as MixedConv2d
+from eqzoo.nn.mixed_conv import MixedConvNorm as MixedConvNorm
 from eqzoo.nn.norm import BatchNorm as BatchNorm
 from eqzoo.nn.norm import GroupNorm as GroupNorm
 from eqzoo.nn.norm import LayerNorm as LayerNorm
 from eqzoo.nn.norm import RMSNorm as RMSNorm
 from eqzoo.nn.norm import RunningStats as RunningStats
 from eqzoo.nn.patch import PatchEmbed as PatchEmbed
+from eqzoo.nn.pool import MaxPool as MaxPool
 from eqzoo.nn.pool import adaptive_avg_pool as adaptive_avg_pool
 from eqzoo.nn.pool import avg_pool as avg_pool
 from eqzoo.nn.pool import global_avg_pool as global_avg_pool
@@ -39,6 +52,7 @@ from eqzoo.nn.position import rotate as rotate
 from eqzoo.nn.position import sincos_1d as sincos_1d
 from eqzoo.nn.position import sincos_2d as sincos_2d
 from eqzoo.nn.pyramid import FeaturePyramid as FeaturePyramid
+from eqzoo.nn.renormalise import renormalise as renormalise
 from eqzoo.nn.resize import resize_bilinear as resize_bilinear
 from eqzoo.nn.resize import resize_nearest as resize_nearest
 from eqzoo.nn.scale import LayerScale as LayerScale
@@ -47,3 +61,12 @@ from eqzoo.nn.scale import round_channels as round_channels
 from eqzoo.nn.stack import Stack as Stack
 from eqzoo.nn.stack import Stage as Stage
 from eqzoo.nn.stack import scan_options as scan_options
+from eqzoo.nn.transformer import TransformerBlock as TransformerBlock
+from eqzoo.nn.window import CosineWindowAttention as CosineWindowAttention
+from eqzoo.nn.window import RelativeBias as RelativeBias
+from eqzoo.nn.window import WindowAttention as WindowAttention
+from eqzoo.nn.window import log_offsets as log_offsets
+from eqzoo.nn.window import merge_windows as merge_windows
+from eqzoo.nn.window import partition_windows as partition_windows
+from eqzoo.nn.window import relative_index as relative_index
+from eqzoo.nn.window import shifted_regions as shifted_regions

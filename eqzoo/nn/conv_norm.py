@@ -1,6 +1,6 @@
 """A convolution and its batch norm: the brick of most convolutional networks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -59,3 +59,15 @@ class ConvNorm(eqx.Module):
     ) -> tuple[Float[Array, "out_height out_width out"], eqx.nn.State]:
         y, state = self.norm(self.conv(x), state)
         return (y if self.activation is None else self.activation(y)), state
+
+
+Layer = Callable[[Array, eqx.nn.State], tuple[Array, eqx.nn.State]]
+
+
+def in_turn(
+    layers: Sequence[Layer], x: Float[Array, "height width channels"], state: eqx.nn.State
+) -> tuple[Float[Array, "out_height out_width out"], eqx.nn.State]:
+    """Through each of the layers, one after the other."""
+    for layer in layers:
+        x, state = layer(x, state)
+    return x, state

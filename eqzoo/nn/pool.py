@@ -5,6 +5,7 @@ from functools import partial, reduce
 from math import ceil
 from operator import add
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +36,7 @@ class _Windows:
             count = (ceil(room / s) if ceil_mode else room // s) + 1
             if ceil_mode and (count - 1) * s >= n + p:
                 count -= 1  # torch wants the last window to start inside the image or the padding before it
-            if room < 0:
+            if count < 1:
                 raise ValueError(
                     f"A window of {window} with dilation {dilation} doesn't fit into an image of {size} with "
                     f"padding {padding}; enlarge the image or choose a smaller window."
@@ -74,6 +75,17 @@ def max_pool(
     x, padding = _pad_same_tf(x, window, stride, padding, dilation, -jnp.inf)
     windows = _Windows.over(x.shape[:2], window, stride, padding, dilation, ceil_mode)
     return _max_of_windows(_pad(x, windows.pads, -jnp.inf), windows)
+
+
+class MaxPool(eqx.Module):
+    """`max_pool` as a layer, for networks that are one sequence."""
+
+    window: int = eqx.field(static=True)
+    stride: int = eqx.field(static=True)
+    ceil_mode: bool = eqx.field(static=True, default=False)
+
+    def __call__(self, x: Float[Array, "height width channels"]) -> Float[Array, "out_height out_width channels"]:
+        return max_pool(x, self.window, stride=self.stride, ceil_mode=self.ceil_mode)
 
 
 def avg_pool(

@@ -14,11 +14,11 @@ from eqzoo.tree.paths import leaves_with_paths, map_with_path
 from eqzoo.tree.select import Where, is_float, select
 
 _SCALES = (
-    *(nn.BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LayerScale),
+    *(nn.BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LayerScale, nn.RelativeBias),
     *(eqx.nn.BatchNorm, eqx.nn.GroupNorm, eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.PReLU),
 )
 
-_POSITIONS = r"(\w+_)?pos(ition(s|al)?)?(_(emb\w*|encodings?|bias\w*|table|[hw]))?|relative_\w*bias\w*|wpe"
+_POSITIONS = r"frequencies|(\w+_)?pos(ition(s|al)?)?(_(emb\w*|encodings?|bias\w*|table|[hw]))?|relative_\w*bias\w*|wpe"
 _NO_MATRIX = re.compile(
     r"(.*\.)?("
     r"b(_\w+)?|(\w+_)?bias(es)?(_\w+)?"  # b, b_out; bias, bias_n, in_proj_bias

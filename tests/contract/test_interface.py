@@ -76,11 +76,12 @@ def test_no_classes_gives_the_embedding(subject, predictions):
     skeleton, _ = subject.row.skeleton(dataclasses.replace(subject.row.config, num_classes=0))
     assert skeleton.head is None
     head = subject.model.head
-    body = eqx.tree_at(lambda model: model.head, subject.model, None)
-    headless = jax.tree.unflatten(jax.tree.structure(skeleton), jax.tree.leaves(body))
+    kept = {path for path, _ in leaves_with_paths(skeleton)}
+    body = [leaf for path, leaf in leaves_with_paths(subject.model) if path in kept]
+    headless = jax.tree.unflatten(jax.tree.structure(skeleton), body)
     embeddings = eqx.filter_jit(eqx.filter_vmap(eqzoo.freeze(headless, subject.state)))(subject.xs)
-    assert embeddings.shape == (len(subject.xs), head.weight.shape[1])
-    assert_close(jax.vmap(head)(embeddings), predictions, 1e-5)
+    assert embeddings.shape == (*predictions.shape[:-1], head.weight.shape[1])
+    assert_close(subject.row.after_head(jax.vmap(head)(embeddings)), predictions, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,7 +11,7 @@ from jaxtyping import Array
 import eqzoo
 from eqzoo import nn, tree
 from tests.contract.conftest import Subject
-from tests.contract.table import assert_close, error
+from tests.contract.table import assert_close, error, matches
 
 
 def predict(subject: Subject, model) -> Array:
@@ -33,6 +33,12 @@ def weights_of_layers(subject: Subject) -> set[str]:
     is_layer = lambda node: isinstance(node, nn.Linear | nn.Conv2d | nn.Embedding)
     layers = tree.leaves_with_paths(subject.model, is_leaf=is_layer)
     return {f"{path}.weight" for path, node in layers if is_layer(node)}
+
+
+def grouped_convolutions(subject: Subject) -> set[str]:
+    is_layer = lambda node: isinstance(node, nn.Conv2d)
+    layers = tree.leaves_with_paths(subject.model, is_leaf=is_layer)
+    return {f"{path}.weight" for path, node in layers if is_layer(node) and node.groups > 1}
 
 
 def check_layer_scales(subject: Subject, predictions: Array) -> None:
@@ -71,7 +77,8 @@ def check_summary(subject: Subject, predictions: Array) -> None:
 
 def check_lora(subject: Subject, predictions: Array) -> None:
     """At first nothing changes; the gradient reaches every adapter; merged is unmerged."""
-    where = lambda path, leaf: ".convs.1." not in path  # a convolution with groups can't have one
+    grouped = grouped_convolutions(subject)  # which can't have one
+    where = lambda path, leaf: path not in grouped and not matches(subject.row.vanishing, path)
     adapted = tree.lora(subject.model, where, rank=2, key=jax.random.key(0))
     assert_close(predict(subject, adapted), predictions, 1e-6)
     adapters, frozen = tree.lora_only(adapted)

@@ -56,3 +56,10 @@ def test_round_channels_is_timms_without_a_round_limit(divisor):
         theirs = timm.layers.make_divisible(channels, divisor, round_limit=0.0)
         assert nn.round_channels(channels, divisor) == theirs
     assert nn.round_channels(20) == 24
+
+
+def test_round_channels_is_timms_at_any_round_limit():
+    for limit in (0.9, 0.95):
+        for channels in range(1, 200):
+            theirs = timm.layers.make_divisible(channels, 8, round_limit=limit)
+            assert nn.round_channels(channels, limit=limit) == theirs

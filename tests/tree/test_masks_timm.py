@@ -18,11 +18,11 @@ from eqzoo.checkpoint import unfill
 from eqzoo.tree import decay_mask, layer_scales, map_with_path
 
 TIMM = [
-    (family, name)
+    (family, name, upstream.rules)
     for family in families()
-    if "timm" in family.upstreams
-    for name in family.variants
-    if family.upstreams["timm"].has(name)
+    for naming, upstream in family.upstreams.items()
+    if naming.startswith("timm")
+    for name in filter(upstream.has, family.variants)
 ]
 
 
@@ -39,8 +39,8 @@ def by_upstream_name(skeleton: PyTree, values: PyTree, rules: Any) -> dict[str, 
     return {name: value.item() for name, value in found.items()}
 
 
-@pytest.mark.parametrize(("family", "name"), TIMM, ids=[name for _, name in TIMM])
-def test_decay_and_layer_scales_of_a_variant_are_timms(family, name):
+@pytest.mark.parametrize(("family", "name", "rules"), TIMM, ids=[name for _, name, _ in TIMM])
+def test_decay_and_layer_scales_of_a_variant_are_timms(family, name, rules):
     model, _ = _skeleton(functools.partial(family.model, family.variants[name]))
     skeleton = eqx.filter(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     with torch.device("meta"):
@@ -51,7 +51,7 @@ def test_decay_and_layer_scales_of_a_variant_are_timms(family, name):
     # One number says both: a scale whose sign is that of a leaf that decays.
     mask, scales = decay_mask(skeleton), layer_scales(skeleton, 0.7)
     signed = jax.tree.map(lambda decays, scale: scale if decays else -scale, mask, scales)
-    ours = by_upstream_name(skeleton, signed, family.upstreams["timm"].rules)
+    ours = by_upstream_name(skeleton, signed, rules)
     assert ours.keys() == parameters.keys()
 
     groups = param_groups_weight_decay(upstream, 0.05, no_weight_decay_list=excluded)
