@@ -49,7 +49,8 @@ library itself on random weights (`python scripts/make_coverage.py` writes this 
 - **outputs**: the largest error, relative to the largest output.
 - **gradients**: the error of the gradient of all parameters, relative to its norm; in double precision (both) where it
   is above 1e-5 in single, as one ReLU that rounding puts on the other side of zero makes it.
-- **training**: the largest error of outputs and running statistics after a step in training mode, for two images.
+- **training**: the largest error of outputs and running statistics after a step in training mode, for two images; in
+  double precision where the gradients' is, or where it is itself above 1e-5.
 - **exports back**: `eqzoo.export` writes what upstream loads strictly, with identical numbers.
 """
 
@@ -75,18 +76,19 @@ def cases() -> dict[str, Callable[[], Any]]:
 def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:
     """The row of one name. What isn't needed at once lies on disk: the largest models fill the memory as it is."""
     library = _library(name)
-    inputs = _write_upstream(library, make, folder)
+    inputs = _write_upstream(name, make, folder)
     source = folder / "upstream" / "model.pth" if library == "torchvision" else folder / "upstream"
     model, state = eqzoo.load(source, name=name if library == "torchvision" else None, trainable=True)
     back = folder / ("model.pth" if library == "torchvision" else "back")
     eqzoo.export(back, model, state, format=library)
     output_error, gradient_error = _errors(model, state, inputs, folder / "single")
-    if gradient_error > 1e-5:  # a ReLU whose input is nearly zero, and on the other side of it by rounding
+    training_error = _training_error(model, state, inputs, folder / "single")
+    if gradient_error > 1e-5 or training_error > 1e-5:  # by a ReLU that rounding puts on the other side of zero
         with jax.enable_x64(True):
             widen = lambda leaf: leaf.astype(jnp.float64) if eqx.is_inexact_array(leaf) else leaf
-            wide_model, wide_state = jax.tree.map(widen, (model, state))
-            _, gradient_error = _errors(wide_model, wide_state, inputs, folder / "double")
-    training_error = _training_error(model, state, inputs, folder / "training")
+            model, state = jax.tree.map(widen, (model, state))
+            _, gradient_error = _errors(model, state, inputs, folder / "double")
+            training_error = _training_error(model, state, inputs, folder / "double")
     del model, state
     original, exported = open_checkpoint(source)[0], open_checkpoint(back)[0]
     same = all(np.array_equal(original[key].view(), tensor.view()) for key, tensor in exported.items())
@@ -96,7 +98,7 @@ def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:
         "names and shapes": "yes",  # or `load` would have raised its report
         "outputs": _verdict(output_error, 1e-4),
         "gradients": _verdict(gradient_error, 1e-3),
-        "training": "" if training_error is None else _verdict(training_error, 1e-4),
+        "training": _verdict(training_error, 1e-4) if (folder / "single" / "statistics.safetensors").exists() else "",
         "exports back": "yes" if same else "NO",
     }
 
@@ -106,9 +108,10 @@ def _library(name: str) -> Literal["timm", "torchvision", "transformers"]:
     return owner if owner in ("timm", "torchvision") else "transformers"
 
 
-def _write_upstream(library: str, make: Callable[[], Any], folder: Path) -> np.ndarray:
+def _write_upstream(name: str, make: Callable[[], Any], folder: Path) -> np.ndarray:
     """Writes upstream's model with random weights, and its output and gradients in both precisions for the input that
     it returns."""
+    library = _library(name)
     model: Any = randomise(make().eval(), 0)
     for name, parameter in model.named_parameters():
         if name.endswith("mask_token"):  # for training only
@@ -124,17 +127,11 @@ def _write_upstream(library: str, make: Callable[[], Any], folder: Path) -> np.n
     if hasattr(getattr(model, "config", None), "vocab_size"):
         inputs = rng.integers(0, model.config.vocab_size, 16)
     else:
-        size = _image_size(model)
+        size = _image_size(name, model)
         inputs = rng.normal(size=(size, size, 3)).astype(np.float32)
     _write_results(model, inputs, folder / "single")
-    if _has_batch_norm(model):
-        _write_training(model, inputs, folder / "training")
-        _write_results(model.eval().double(), inputs, folder / "double")
+    _write_results(model.double(), inputs, folder / "double")
     return inputs
-
-
-def _has_batch_norm(model: torch.nn.Module) -> bool:
-    return any(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules())
 
 
 def _write_training(model: Any, inputs: np.ndarray, folder: Path) -> None:
@@ -145,13 +142,13 @@ def _write_training(model: Any, inputs: np.ndarray, folder: Path) -> None:
         if any(word in type(module).__name__ for word in ("Drop", "StochasticDepth")):
             module.eval()
     with torch.no_grad():
-        output = model(torch.tensor(_two(inputs)).permute(0, 3, 1, 2))
-    folder.mkdir()
-    np.save(folder / "output.npy", _main_output(output).numpy())
+        output = model(torch.tensor(_two(inputs), dtype=next(model.parameters()).dtype).permute(0, 3, 1, 2))
+    np.save(folder / "training.npy", _main_output(output).numpy())
     statistics = {key: each.numpy() for key, each in model.named_buffers() if "running_" in key}
     write_safetensors(folder / "statistics.safetensors", statistics, {})
     for key, buffer in model.named_buffers():
         buffer.copy_(saved[key])
+    model.eval()
 
 
 def _main_output(output: Any) -> torch.Tensor:
@@ -165,18 +162,18 @@ def _two(inputs: np.ndarray) -> np.ndarray:
     return np.stack([inputs, inputs[::-1, ::-1] ** 2 - 1])
 
 
-def _training_error(model: Any, state: Any, inputs: np.ndarray, folder: Path) -> float | None:
+def _training_error(model: Any, state: Any, inputs: np.ndarray, folder: Path) -> float:
     """Of outputs and running statistics after one step in training mode, relative to the largest of each tensor."""
-    if not folder.exists():
-        return None
+    if not (folder / "training.npy").exists():
+        return 0.0
+    theirs = np.load(folder / "training.npy")
     is_drop = lambda node: isinstance(node, eqzoo.nn.Dropout | eqzoo.nn.DropPath)
     model = jax.tree.map(lambda node: eqx.nn.inference_mode(node) if is_drop(node) else node, model, is_leaf=is_drop)
     call = lambda model, state, x: eqzoo.apply(model, state, x)
     step = eqx.filter_vmap(call, in_axes=(None, None, 0), axis_name="batch", out_axes=(0, None))
-    outputs, state = eqx.filter_jit(step)(model, state, jnp.asarray(_two(inputs)))
+    outputs, state = eqx.filter_jit(step)(model, state, jnp.asarray(_two(inputs), theirs.dtype))
     statistics = open_checkpoint(folder / "statistics.safetensors")[0]
     ours = unfill(_merge(model, state), _rules(_merge(model, state), statistics))
-    theirs = np.load(folder / "output.npy")
     errors = [np.abs(np.asarray(outputs) - theirs).max() / np.abs(theirs).max()]
     for key, tensor in statistics.items():
         errors.append(np.abs(ours[key] - tensor.view()).max() / np.abs(tensor.view()).max())
@@ -199,6 +196,8 @@ def _write_results(model: Any, inputs: np.ndarray, folder: Path) -> None:
     write_safetensors(folder / "gradients.safetensors", gradients, {})
     for each in model.parameters():
         each.grad = None
+    if any(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules()):
+        _write_training(model, inputs, folder)
 
 
 def _errors(model: Any, state: Any, inputs: np.ndarray, folder: Path) -> tuple[float, float]:
@@ -238,12 +237,17 @@ def _gradients(frozen: Any, inputs: Any) -> Any:
     return jnp.sum(output * jnp.linspace(-1.0, 1.0, output.size, dtype=output.dtype).reshape(output.shape))
 
 
-def _image_size(model: Any) -> int:
-    """That of a model with positions; the others take any."""
-    size = getattr(model, "image_size", None) or getattr(getattr(model, "config", None), "image_size", None)
-    if size is None and hasattr(model, "patch_embed"):
-        size = model.patch_embed.img_size[0]
-    return size or 96
+def _image_size(name: str, model: Any) -> int:
+    """Its own: that of the checkpoint that the library takes by default, or of the model's positions."""
+    if name.startswith("torchvision/"):
+        weights = torchvision.models.get_model_weights(name.removeprefix("torchvision/"))
+        return next(iter(weights)).transforms().crop_size[0]
+    stated = getattr(model, "pretrained_cfg", None) or {}
+    size = getattr(getattr(model, "config", None), "image_size", None)
+    if size is None and hasattr(getattr(model, "patch_embed", None), "img_size"):
+        size = model.patch_embed.img_size
+    size = size or stated.get("input_size", (3, 224, 224))[-1]
+    return size if isinstance(size, int) else size[0]
 
 
 def _rules(model: Any, names: Iterable[str]) -> Any:
