@@ -35,7 +35,6 @@ from tests.parity import (
     randomise,
 )
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 TORCHVISION_VARIANTS = [name for name in VARIANTS if name.startswith("regnet_")]
 TIMM_VARIANTS = [name for name in VARIANTS if name not in TORCHVISION_VARIANTS]
 NORMS = (torch.nn.BatchNorm2d, torch.nn.GroupNorm)
