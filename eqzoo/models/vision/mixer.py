@@ -22,7 +22,9 @@ from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint import adapt
 from eqzoo.models._family import Family
 from eqzoo.models.vision._mixer_upstream import UPSTREAMS
-from eqzoo.nn._init import normal, uniform
+from eqzoo.nn._init import normal, uniform, xavier
+
+_nearly_zeros = partial(normal, std=1e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +82,6 @@ class MixerConfig:
         return int(self.dim * tokens), int(self.dim * channels)
 
 
-def _xavier(key: PRNGKeyArray, shape: Sequence[int], fan_out: int | None = None) -> Float[Array, "..."]:
-    return uniform(key, shape, sqrt(6 / (shape[1] + (fan_out or shape[0]))))
-
-
 def _lecun(key: PRNGKeyArray, shape: Sequence[int]) -> Float[Array, "..."]:
     return normal(key, shape, 1 / sqrt(shape[1] * shape[2] * shape[3]))
 
@@ -92,19 +90,15 @@ def _zeros(key: PRNGKeyArray, shape: Sequence[int]) -> Float[Array, "..."]:
     return jnp.zeros(shape, jnp.float32)
 
 
-def _nearly_zeros(key: PRNGKeyArray, shape: Sequence[int]) -> Float[Array, "..."]:
-    return normal(key, shape, 1e-6)
-
-
 def _perceptron(config: MixerConfig, dim: int, hidden: int, *, key: PRNGKeyArray) -> nn.MLP | nn.GatedMLP:
-    """Both halves of a gated one count as its width; it starts with open gates."""
+    """A gated one's `hidden` counts gate and value, drawn like one matrix; its gates start open."""
     options: dict[str, Any] = {"activation": nn.activation(config.activation), "dropout": config.mlp_dropout}
     if not config.gated:
-        return nn.MLP(dim, hidden, init=_xavier, key=key, **options)
+        return nn.MLP(dim, hidden, init=xavier, key=key, **options)
     key_mlp, key_gate, key_down = jax.random.split(key, 3)
-    init = partial(_xavier, fan_out=hidden)
+    init = lambda key, shape: uniform(key, shape, sqrt(6 / (dim + hidden)))
     mlp = nn.GatedMLP(dim, hidden // 2, use_bias=True, init=init, key=key_mlp, **options)
-    gate, down = _nearly_zeros(key_gate, mlp.gate.weight.shape), _xavier(key_down, mlp.down.weight.shape)
+    gate, down = _nearly_zeros(key_gate, mlp.gate.weight.shape), xavier(key_down, mlp.down.weight.shape)
     parts = lambda mlp: (mlp.gate.weight, mlp.gate.bias, mlp.down.weight)
     return eqx.tree_at(parts, mlp, (gate, jnp.ones(hidden // 2, jnp.float32), down))
 
@@ -161,7 +155,7 @@ class ResMLPBlock(eqx.Module):
         key_tokens, key_channels = jax.random.split(key)
         assert config.layer_scale is not None
         self.norm1 = Affine(config.dim)
-        self.tokens = nn.Linear(config.tokens, config.tokens, init=_xavier, key=key_tokens)
+        self.tokens = nn.Linear(config.tokens, config.tokens, init=xavier, key=key_tokens)
         self.scale1 = nn.LayerScale(config.dim, config.layer_scale)
         self.norm2 = Affine(config.dim)
         self.channels = _perceptron(config, config.dim, config.hidden[1], key=key_channels)
@@ -205,9 +199,9 @@ class GMLPBlock(eqx.Module):
         key1, key_gate, key2 = jax.random.split(key, 3)
         _, hidden = config.hidden
         self.norm = nn.LayerNorm(config.dim, eps=1e-6)
-        self.fc1 = nn.Linear(config.dim, hidden, init=_xavier, key=key1)
+        self.fc1 = nn.Linear(config.dim, hidden, init=xavier, key=key1)
         self.gate = SpatialGate(hidden, config.tokens, key=key_gate)
-        self.fc2 = nn.Linear(hidden // 2, config.dim, init=_xavier, key=key2)
+        self.fc2 = nn.Linear(hidden // 2, config.dim, init=xavier, key=key2)
         self.dropout = nn.Dropout(config.mlp_dropout)
         self.drop_path = nn.DropPath(config.drop_path)
         self.activation = nn.activation(config.activation)
