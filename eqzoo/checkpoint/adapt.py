@@ -35,6 +35,14 @@ def mix_channels(
     return mixed.astype(weight.dtype)
 
 
+def resample_positions(
+    weight: Float[np.ndarray, "old dim"], leaf: jax.ShapeDtypeStruct, old: Any, new: Any
+) -> Float[np.ndarray, "new dim"]:
+    """A table of positions for another image size: those of `positioned_prefix` tokens stay, a grid follows."""
+    prefix = old.positioned_prefix
+    return np.concatenate([weight[:prefix], resample_grid(weight[prefix:], leaf.shape[0] - prefix)])
+
+
 def resample_grid(table: Float[np.ndarray, "old dim"], positions: int) -> Float[np.ndarray, "new dim"]:
     """A table of positions on a square grid, resampled to one of `positions` (antialiased bicubic, as timm does)."""
     old, new = math.isqrt(len(table)), math.isqrt(positions)

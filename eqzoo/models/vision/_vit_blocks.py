@@ -1,6 +1,7 @@
 """The blocks of timm's experiments with ViT: attention and MLP side by side, in pairs, and attention of differences."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -43,9 +44,10 @@ class DifferentialAttention(eqx.Module):
         *,
         qkv_bias: bool,
         out_bias: bool,
-        norm: nn.Norm,
-        qk_norm: bool,
-        out_norm: bool,
+        qk_norm: type[nn.LayerNorm] | type[nn.RMSNorm] | None,
+        qk_norm_eps: float,
+        out_norm: type[nn.LayerNorm] | type[nn.RMSNorm] | None,
+        out_norm_eps: float,
         weight_dropout: float,
         out_dropout: float,
         init: Init,
@@ -57,10 +59,10 @@ class DifferentialAttention(eqx.Module):
         self.key = nn.Linear(dim, dim, use_bias=qkv_bias, init=init, key=key_key)
         self.value = nn.Linear(dim, dim, use_bias=qkv_bias, init=init, key=key_value)
         self.out = nn.Linear(dim, dim, use_bias=out_bias, init=init, key=key_out)
-        self.query_norm = norm(dim_head) if qk_norm else None
-        self.key_norm = norm(dim_head) if qk_norm else None
+        self.query_norm = None if qk_norm is None else qk_norm(dim_head, eps=qk_norm_eps)
+        self.key_norm = None if qk_norm is None else qk_norm(dim_head, eps=qk_norm_eps)
         self.head_norm = nn.RMSNorm(2 * dim_head, eps=1e-5)
-        self.out_norm = norm(dim) if out_norm else None
+        self.out_norm = None if out_norm is None else out_norm(dim, eps=out_norm_eps)
         factors = [normal(key, (dim_head,), 0.1) for key in keys]
         self.query_factor1, self.key_factor1, self.query_factor2, self.key_factor2 = factors
         self.weight_dropout = nn.Dropout(weight_dropout)
@@ -90,6 +92,14 @@ class DifferentialAttention(eqx.Module):
 def factor_starts(depth: int) -> Float[Array, " depth"]:
     """What the factors of each layer's differential attention start near."""
     return 0.8 - 0.6 * jnp.exp(-0.3 * jnp.arange(depth, dtype=jnp.float32))
+
+
+def differential_step(
+    block: Any, tokens: Float[Array, "tokens dim"], layer: tuple[Array, Array, PRNGKeyArray | None]
+) -> tuple[Float[Array, "tokens dim"], None]:
+    """What a scan does with a block whose attention is differential, its depth, its factor's start and its key."""
+    depth, start, key = layer
+    return block(tokens, depth, attention=partial(block.attention, start=start), key=key), None
 
 
 class ParallelBlock(eqx.Module):

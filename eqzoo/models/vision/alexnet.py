@@ -35,7 +35,7 @@ class AlexNetConfig:
 
 
 class AlexNet(eqx.Module):
-    """`layers` has upstream's numbers."""
+    """`layers` are numbered as upstream numbers them."""
 
     layers: tuple[nn.Conv2d | nn.ReLU | nn.MaxPool, ...]
     fc1: nn.Linear
@@ -93,8 +93,8 @@ class AlexNet(eqx.Module):
     def __call__(
         self, x: Float[Array, "height width {self.config.in_channels}"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, " out"]:
-        pooled = self.embedding(self.features(x)[-1], key=key)
-        return pooled if self.head is None else self.head(pooled)
+        embedding = self.embedding(self.features(x)[-1], key=key)
+        return embedding if self.head is None else self.head(embedding)
 
 
 VARIANTS = {

@@ -144,10 +144,11 @@ class DenseNet(eqx.Module):
     ) -> tuple[tuple[Float[Array, "_ _ _"], ...], eqx.nn.State]:
         """The feature map of each block, at 1/4, 1/8, 1/16 and 1/32 of the image's size; the last one normalised."""
         keys = iter(nn.split_key(key, sum(self.config.layers)))
-        y = x
-        for conv in self.stem:
-            y, state = conv(y, state)
-        y = _blur_pool(nn.max_pool(y, 3, stride=1, padding=1)) if self.config.blur else _max_pool(y)
+        y, state = nn.in_turn(self.stem, x, state)
+        if self.config.blur:
+            y = _blur_pool(nn.max_pool(y, 3, stride=1, padding=1))
+        else:
+            y = nn.max_pool(y, 3, stride=2, padding=1)
         maps = []
         for number, block in enumerate(self.blocks):
             if number > 0:
@@ -183,9 +184,6 @@ def _stem(config: DenseNetConfig, width: int, *, key: PRNGKeyArray) -> tuple[nn.
         make(config.growth_rate, config.growth_rate, 3, key=key2),
         make(config.growth_rate, width, 3, key=key3),
     )
-
-
-_max_pool = partial(nn.max_pool, window=3, stride=2, padding=1)
 
 
 def _blur_pool(x: Float[Array, "height width channels"]) -> Float[Array, "out_height out_width channels"]:

@@ -104,8 +104,14 @@ class EvaConfig:
         return self.class_token + self.registers
 
     @property
+    def positioned_prefix(self) -> int:
+        """How many of these have positions."""
+        return self.prefix_positions * self.prefix
+
+    @property
     def positions(self) -> int:
-        return (self.image_size // self.patch_size) ** 2 + self.prefix_positions * self.prefix
+        """How many positions a model learns, if it does."""
+        return (self.image_size // self.patch_size) ** 2 + self.positioned_prefix
 
     @property
     def hidden(self) -> int:
@@ -130,11 +136,11 @@ def _block(config: EvaConfig, *, key: PRNGKeyArray) -> nn.TransformerBlock[nn.At
         init=_init,
         key=key_attention,
     )
-    make_mlp = nn.MLP if config.mlp == "mlp" else nn.GatedMLP
-    mlp = make_mlp(
+    make, activation = (nn.MLP, nn.gelu) if config.mlp == "mlp" else (nn.GatedMLP, jax.nn.silu)
+    mlp = make(
         config.dim,
         config.hidden,
-        activation=nn.gelu if config.mlp == "mlp" else jax.nn.silu,
+        activation=activation,
         use_bias=True,
         norm=norm if config.mlp_norm else None,
         dropout=config.dropout,
@@ -263,6 +269,7 @@ def _angles(config: EvaConfig, height: int, width: int) -> Float[Array, "tokens 
 def _mixed_angles(
     config: EvaConfig, height: int, width: int, frequencies: Float[Array, "2 heads half_dim_head"]
 ) -> Float[Array, "heads tokens half_dim_head"]:
+    """By how much each head turns them in a layer that has learned these frequencies."""
     rows, columns = np.indices((height, width), dtype=np.float32).reshape(2, -1)
     first, second = (columns, rows) if config.rotary_columns_first else (rows, columns)
     angles = first[:, None] * frequencies[0, :, None] + second[:, None] * frequencies[1, :, None]
@@ -298,23 +305,11 @@ SHARDING = (
     (r"head\.weight", P("model", "fsdp")),
 )
 
-
-def _resample_positions(
-    weight: Float[np.ndarray, "old dim"], leaf: jax.ShapeDtypeStruct, old: EvaConfig, new: EvaConfig
-) -> Float[np.ndarray, "new dim"]:
-    prefix = old.prefix_positions * old.prefix
-    return np.concatenate([weight[:prefix], adapt.resample_grid(weight[prefix:], leaf.shape[0] - prefix)])
-
-
 FAMILY = Family(
     Eva,
     EvaConfig,
     VARIANTS,
     UPSTREAMS,
     sharding=SHARDING,
-    adapters={
-        "num_classes": adapt.new_head,
-        "in_channels": adapt.mix_channels,
-        "image_size": _resample_positions,
-    },
+    adapters={"num_classes": adapt.new_head, "in_channels": adapt.mix_channels, "image_size": adapt.resample_positions},
 )

@@ -127,8 +127,8 @@ class GoogLeNet(eqx.Module):
     config: GoogLeNetConfig = eqx.field(static=True)
 
     def __init__(self, config: GoogLeNetConfig, *, key: PRNGKeyArray):
-        number = sum(map(len, config.blocks))
-        key1, key2, key3, key_aux1, key_aux2, key_head, *keys = jax.random.split(key, 6 + number)
+        number_of_blocks = sum(map(len, config.blocks))
+        key1, key2, key3, key_aux1, key_aux2, key_head, *keys = jax.random.split(key, 6 + number_of_blocks)
         width1, width2, width3 = config.stem
         self.stem = (
             _conv(config.in_channels, width1, 7, stride=2, key=key1),
@@ -140,11 +140,11 @@ class GoogLeNet(eqx.Module):
             stage = []
             for widths in blocks:
                 stage.append(Inception(channels, widths, key=keys.pop(0)))
-                channels = _out(widths)
+                channels = _out_channels(widths)
             stages.append(tuple(stage))
         self.stages = tuple(stages)
         aux_head = partial(AuxHead, widths=config.aux, num_classes=config.num_classes, dropout=config.aux_dropout)
-        first, last_but_one = _out(config.blocks[1][0]), _out(config.blocks[1][-2])
+        first, last_but_one = _out_channels(config.blocks[1][0]), _out_channels(config.blocks[1][-2])
         if config.aux_heads:
             self.aux_heads = (aux_head(first, key=key_aux1), aux_head(last_but_one, key=key_aux2))
         else:
@@ -214,7 +214,7 @@ class GoogLeNet(eqx.Module):
         return maps, state
 
 
-def _out(widths: tuple[int, int, int, int, int, int]) -> int:
+def _out_channels(widths: tuple[int, int, int, int, int, int]) -> int:
     return widths[0] + widths[2] + widths[4] + widths[5]
 
 

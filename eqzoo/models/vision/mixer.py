@@ -19,9 +19,12 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqzoo import nn
 from eqzoo._types import check_choices, typed
-from eqzoo.checkpoint import SPLIT, Rule, Transform, adapt, prefixed
-from eqzoo.models._family import Family, Options, Upstream
-from eqzoo.nn._init import normal, uniform
+from eqzoo.checkpoint import adapt
+from eqzoo.models._family import Family
+from eqzoo.models.vision._mixer_upstream import UPSTREAMS
+from eqzoo.nn._init import normal, uniform, xavier
+
+_nearly_zeros = partial(normal, std=1e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +82,6 @@ class MixerConfig:
         return int(self.dim * tokens), int(self.dim * channels)
 
 
-def _xavier(key: PRNGKeyArray, shape: Sequence[int], fan_out: int | None = None) -> Float[Array, "..."]:
-    return uniform(key, shape, sqrt(6 / (shape[1] + (fan_out or shape[0]))))
-
-
 def _lecun(key: PRNGKeyArray, shape: Sequence[int]) -> Float[Array, "..."]:
     return normal(key, shape, 1 / sqrt(shape[1] * shape[2] * shape[3]))
 
@@ -91,19 +90,15 @@ def _zeros(key: PRNGKeyArray, shape: Sequence[int]) -> Float[Array, "..."]:
     return jnp.zeros(shape, jnp.float32)
 
 
-def _nearly_zeros(key: PRNGKeyArray, shape: Sequence[int]) -> Float[Array, "..."]:
-    return normal(key, shape, 1e-6)
-
-
 def _perceptron(config: MixerConfig, dim: int, hidden: int, *, key: PRNGKeyArray) -> nn.MLP | nn.GatedMLP:
-    """Both halves of a gated one count as its width; it starts with open gates."""
+    """A gated one's `hidden` counts gate and value, drawn like one matrix; its gates start open."""
     options: dict[str, Any] = {"activation": nn.activation(config.activation), "dropout": config.mlp_dropout}
     if not config.gated:
-        return nn.MLP(dim, hidden, init=_xavier, key=key, **options)
+        return nn.MLP(dim, hidden, init=xavier, key=key, **options)
     key_mlp, key_gate, key_down = jax.random.split(key, 3)
-    init = partial(_xavier, fan_out=hidden)
+    init = lambda key, shape: uniform(key, shape, sqrt(6 / (dim + hidden)))
     mlp = nn.GatedMLP(dim, hidden // 2, use_bias=True, init=init, key=key_mlp, **options)
-    gate, down = _nearly_zeros(key_gate, mlp.gate.weight.shape), _xavier(key_down, mlp.down.weight.shape)
+    gate, down = _nearly_zeros(key_gate, mlp.gate.weight.shape), xavier(key_down, mlp.down.weight.shape)
     parts = lambda mlp: (mlp.gate.weight, mlp.gate.bias, mlp.down.weight)
     return eqx.tree_at(parts, mlp, (gate, jnp.ones(hidden // 2, jnp.float32), down))
 
@@ -160,7 +155,7 @@ class ResMLPBlock(eqx.Module):
         key_tokens, key_channels = jax.random.split(key)
         assert config.layer_scale is not None
         self.norm1 = Affine(config.dim)
-        self.tokens = nn.Linear(config.tokens, config.tokens, init=_xavier, key=key_tokens)
+        self.tokens = nn.Linear(config.tokens, config.tokens, init=xavier, key=key_tokens)
         self.scale1 = nn.LayerScale(config.dim, config.layer_scale)
         self.norm2 = Affine(config.dim)
         self.channels = _perceptron(config, config.dim, config.hidden[1], key=key_channels)
@@ -204,9 +199,9 @@ class GMLPBlock(eqx.Module):
         key1, key_gate, key2 = jax.random.split(key, 3)
         _, hidden = config.hidden
         self.norm = nn.LayerNorm(config.dim, eps=1e-6)
-        self.fc1 = nn.Linear(config.dim, hidden, init=_xavier, key=key1)
+        self.fc1 = nn.Linear(config.dim, hidden, init=xavier, key=key1)
         self.gate = SpatialGate(hidden, config.tokens, key=key_gate)
-        self.fc2 = nn.Linear(hidden // 2, config.dim, init=_xavier, key=key2)
+        self.fc2 = nn.Linear(hidden // 2, config.dim, init=xavier, key=key2)
         self.dropout = nn.Dropout(config.mlp_dropout)
         self.drop_path = nn.DropPath(config.drop_path)
         self.activation = nn.activation(config.activation)
@@ -289,73 +284,6 @@ VARIANTS = {
     "gmlp_b16_224": _gmlp(dim=512, depth=30),
 }
 
-# Upstream's factors and offsets have axes for the batch and the tokens.
-_ROW = Transform(lambda tensor, shapes: [tensor.reshape(shapes[0])], lambda parts: parts[0][None, None])
-
-_AFFINE = (Rule(r"(alpha|beta)", "{0}", _ROW),)
-
-_PERCEPTRON = (
-    Rule(r"fc(\d)\.(weight|bias)", "fc{0}.{1}"),
-    Rule(r"fc1\.(weight|bias)", ("up.{0}", "gate.{0}"), SPLIT),
-    Rule(r"fc2\.(weight|bias)", "down.{0}"),
-)
-
-_BLOCK = (
-    Rule(r"norm(\d)\.(weight|bias)", "norm{0}.{1}"),
-    *prefixed(r"norm(\d)\.", "norm{0}.", _AFFINE),
-    *prefixed(r"mlp_(tokens|channels)\.", "{0}.", _PERCEPTRON),
-    Rule(r"linear_tokens\.(weight|bias)", "tokens.{0}"),
-    Rule(r"ls(\d)", "scale{0}.weight"),
-    Rule(r"norm\.(weight|bias)", "norm.{0}"),
-    Rule(r"mlp_channels\.fc(\d)\.(weight|bias)", "fc{0}.{1}"),
-    Rule(r"mlp_channels\.gate\.norm\.(weight|bias)", "gate.norm.{0}"),
-    Rule(r"mlp_channels\.gate\.proj\.(weight|bias)", "gate.tokens.{0}"),
-)
-
-TIMM = (
-    Rule(r"stem\.proj\.(weight|bias)", "patch_embed.conv.{0}"),
-    Rule(r"stem\.norm\.(weight|bias)", "stem_norm.{0}"),
-    *prefixed(r"stem\.norm\.", "stem_norm.", _AFFINE),
-    *prefixed(r"blocks\.(\d+)\.", "blocks[{0}].", _BLOCK),
-    *prefixed(r"norm\.", "norm.", _AFFINE),
-    Rule(r"(norm|head)\.(weight|bias)", "{0}.{1}"),
-)
-
-
-def _prepare(options: dict[str, Any]) -> dict[str, Any]:
-    """timm may state a square as a pair; and JSON knows no tuples, and writes whole numbers as integers."""
-    options = dict(options)
-    for name in ("img_size", "patch_size"):
-        if isinstance(size := options.get(name), list | tuple):
-            if len({*size}) != 1:
-                raise ValueError(f"{name}={size} is not square; eqzoo's Mixer takes square images")
-            options[name] = size[0]
-    if "mlp_ratio" in options:
-        ratio = options["mlp_ratio"]
-        options["mlp_ratio"] = tuple(map(float, ratio)) if isinstance(ratio, list | tuple) else float(ratio)
-    return options
-
-
-# The kinds of blocks, perceptrons, norms and activations are classes upstream, which no JSON can name.
-TIMM_OPTIONS = Options(
-    {
-        "embed_dim": "dim",
-        "num_blocks": "depth",
-        "patch_size": "patch_size",
-        "img_size": "image_size",
-        "in_chans": "in_channels",
-        "mlp_ratio": "mlp_ratio",
-        "stem_norm": "stem_norm",
-        "drop_rate": "dropout",
-        "proj_drop_rate": "mlp_dropout",
-        "drop_path_rate": "drop_path",
-        "num_classes": "num_classes",
-    },
-    fixed={"global_pool": "avg"},
-    ignored=("nlhb",),
-    prepare=_prepare,
-)
-
 SHARDING = (
     (r"blocks.*\.(fc1|up|gate|tokens)\.weight", P("model", "fsdp")),
     (r"blocks.*\.(fc2|down)\.weight", P("fsdp", "model")),
@@ -367,7 +295,7 @@ FAMILY = Family(
     Mixer,
     MixerConfig,
     VARIANTS,
-    upstreams={"timm": Upstream(TIMM, TIMM_OPTIONS, names=("*",))},
+    UPSTREAMS,
     sharding=SHARDING,
     adapters={"num_classes": adapt.new_head, "in_channels": adapt.mix_channels},
 )

@@ -75,10 +75,8 @@ class Unit(eqx.Module):
         self, x: Float[Array, "height width channels"], state: eqx.nn.State, *, key: PRNGKeyArray | None = None
     ) -> tuple[Float[Array, "out_height out_width out"], eqx.nn.State]:
         left, right = (x, x) if self.left else jnp.split(x, 2, axis=-1)
-        for conv in self.left:
-            left, state = conv(left, state)
-        for conv in self.right:
-            right, state = conv(right, state)
+        left, state = nn.in_turn(self.left, left, state)
+        right, state = nn.in_turn(self.right, right, state)
         return jnp.stack([left, right], axis=-1).reshape(*left.shape[:-1], -1), state
 
 
@@ -95,12 +93,9 @@ class ShuffleNetV2(eqx.Module):
         self.stem = make(config.in_channels, config.stem_width, 3, stride=2, key=key_stem)
         stages, channels = [], config.stem_width
         for width, depth, stage_key in zip(config.widths, config.depths, stage_keys, strict=True):
-            first = partial(Unit, channels, width, stride=2)
-            stages.append(
-                nn.Stage(
-                    lambda key: first(key=key), lambda key: Unit(width, width, stride=1, key=key), depth, key=stage_key
-                )
-            )
+            first = lambda key: Unit(channels, width, stride=2, key=key)
+            rest = lambda key: Unit(width, width, stride=1, key=key)
+            stages.append(nn.Stage(first, rest, depth, key=stage_key))
             channels = width
         self.stages = tuple(stages)
         self.last = make(channels, config.last_width, 1, key=key_last)
@@ -118,11 +113,11 @@ class ShuffleNetV2(eqx.Module):
         """The feature map of each stage, at 1/8, 1/16 and 1/32 of the image's size."""
         y, state = self.stem(x, state)
         y = nn.max_pool(y, 3, stride=2, padding=1)
-        maps = ()
+        maps = []
         for stage in self.stages:
             y, state = stage.with_state(y, state)
-            maps = (*maps, y)
-        return maps, state
+            maps.append(y)
+        return tuple(maps), state
 
     @typed
     def __call__(

@@ -57,7 +57,7 @@ class Fire(eqx.Module):
 
 
 class SqueezeNet(eqx.Module):
-    """`layers` has upstream's numbers."""
+    """`layers` are numbered as upstream numbers them."""
 
     layers: tuple[nn.Conv2d | nn.ReLU | nn.MaxPool | Fire, ...]
     dropout: nn.Dropout

@@ -45,7 +45,7 @@ class VGGConfig:
 
 
 class VGG(eqx.Module):
-    """`layers` has upstream's numbers. Without batch norm the state is empty."""
+    """`layers` are numbered as upstream numbers them. Without batch norm the state is empty."""
 
     layers: tuple[nn.Conv2d | nn.BatchNorm | nn.ReLU | nn.MaxPool, ...]
     fc1: nn.Linear
@@ -114,8 +114,8 @@ class VGG(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, " out"], eqx.nn.State]:
         maps, state = self.features(x, state)
-        pooled = self.embedding(maps[-1], key=key)
-        return pooled if self.head is None else self.head(pooled), state
+        embedding = self.embedding(maps[-1], key=key)
+        return embedding if self.head is None else self.head(embedding), state
 
 
 def _windows(x: Float[Array, "height width channels"]) -> Float[Array, "rows columns channels_of_window"]:

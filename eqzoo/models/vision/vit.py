@@ -16,7 +16,6 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -24,7 +23,14 @@ from eqzoo import nn
 from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint import adapt
 from eqzoo.models._family import Family
-from eqzoo.models.vision._vit_blocks import Branch, DifferentialAttention, ParallelBlock, TwinBlock, factor_starts
+from eqzoo.models.vision._vit_blocks import (
+    Branch,
+    DifferentialAttention,
+    ParallelBlock,
+    TwinBlock,
+    differential_step,
+    factor_starts,
+)
 from eqzoo.models.vision._vit_upstream import UPSTREAMS
 from eqzoo.models.vision._vit_variants import ROWS
 from eqzoo.nn._init import normal
@@ -99,11 +105,8 @@ class ViTConfig:
             raise ValueError(
                 "layer_scale=0 would silence every block; start from a small number, or pass None for none"
             )
-        if self.block in ("parallel", "twin") and (self.mlp, self.attention_norm, self.mlp_norm) != (
-            "mlp",
-            False,
-            False,
-        ):
+        inside = (self.mlp, self.attention_norm, self.mlp_norm)
+        if self.block in ("parallel", "twin") and inside != ("mlp", False, False):
             raise ValueError(
                 f"block={self.block!r} has plain MLPs and no inner norms; leave mlp, attention_norm and mlp_norm out"
             )
@@ -140,23 +143,9 @@ def _norm(config: ViTConfig) -> nn.Norm:
 
 
 def _attention(config: ViTConfig, *, key: PRNGKeyArray) -> nn.Attention | DifferentialAttention:
-    dropout = 0.0 if config.block == "parallel" else config.dropout
-    if config.attention == "differential":
-        return DifferentialAttention(
-            config.dim,
-            config.heads,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.proj_bias,
-            norm=_norm(config),
-            qk_norm=config.qk_norm,
-            out_norm=config.attention_norm,
-            weight_dropout=config.attention_dropout,
-            out_dropout=dropout,
-            init=_init,
-            key=key,
-        )
+    make = DifferentialAttention if config.attention == "differential" else nn.Attention
     norm = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
-    return nn.Attention(
+    return make(
         config.dim,
         config.heads,
         qkv_bias=config.qkv_bias,
@@ -166,7 +155,7 @@ def _attention(config: ViTConfig, *, key: PRNGKeyArray) -> nn.Attention | Differ
         out_norm=norm if config.attention_norm else None,
         out_norm_eps=config.norm_eps,
         weight_dropout=config.attention_dropout,
-        out_dropout=dropout,
+        out_dropout=0.0 if config.block == "parallel" else config.dropout,
         init=_init,
         key=key,
     )
@@ -288,7 +277,7 @@ class ViT(eqx.Module):
             tokens = self.blocks(tokens, each=depths, key=key_blocks)
         else:
             keys = None if key_blocks is None else jax.random.split(key_blocks, config.depth)
-            tokens, _ = self.blocks.scan(_differential_step, tokens, (depths, factor_starts(config.depth), keys))
+            tokens, _ = self.blocks.scan(differential_step, tokens, (depths, factor_starts(config.depth), keys))
         return (tokens if self.norm is None else self.norm(tokens),)
 
     @typed
@@ -313,13 +302,6 @@ class ViT(eqx.Module):
         return jnp.mean(tokens, axis=0) if self.attention_pool is None else self.attention_pool(tokens)
 
 
-def _differential_step(
-    block: Any, tokens: Array, layer: tuple[Array, Array, PRNGKeyArray | None]
-) -> tuple[Array, None]:
-    depth, start, key = layer
-    return block(tokens, depth, attention=partial(block.attention, start=start), key=key), None
-
-
 def _attention_pool(config: ViTConfig, *, key: PRNGKeyArray) -> nn.AttentionPool:
     key_pool, key_mlp = jax.random.split(key)
     hidden = int(config.dim * config.mlp_ratio)
@@ -337,23 +319,11 @@ SHARDING = (
     (r"(head|distillation_head)\.weight", P("model", "fsdp")),
 )
 
-
-def _resample_positions(
-    weight: Float[np.ndarray, "old dim"], leaf: jax.ShapeDtypeStruct, old: ViTConfig, new: ViTConfig
-) -> Float[np.ndarray, "new dim"]:
-    prefix = old.positioned_prefix
-    return np.concatenate([weight[:prefix], adapt.resample_grid(weight[prefix:], leaf.shape[0] - prefix)])
-
-
 FAMILY = Family(
     ViT,
     ViTConfig,
     VARIANTS,
     UPSTREAMS,
     sharding=SHARDING,
-    adapters={
-        "num_classes": adapt.new_head,
-        "in_channels": adapt.mix_channels,
-        "image_size": _resample_positions,
-    },
+    adapters={"num_classes": adapt.new_head, "in_channels": adapt.mix_channels, "image_size": adapt.resample_positions},
 )

@@ -19,16 +19,8 @@ from torchvision.models.convnext import CNBlockConfig
 
 from eqzoo._model import _skeleton
 from eqzoo.checkpoint import CheckpointError, unfill
-from eqzoo.models.vision.convnext import (
-    FAMILY,
-    TIMM,
-    TIMM_OPTIONS,
-    TORCHVISION,
-    VARIANTS,
-    ConvNeXt,
-    ConvNeXtConfig,
-    GlobalResponseNorm,
-)
+from eqzoo.models.vision._convnext_upstream import TIMM, TIMM_OPTIONS, TORCHVISION
+from eqzoo.models.vision.convnext import FAMILY, VARIANTS, ConvNeXt, ConvNeXtConfig, GlobalResponseNorm
 from tests.parity import (
     array,
     assert_close,

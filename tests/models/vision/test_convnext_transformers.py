@@ -17,15 +17,8 @@ import eqzoo
 from eqzoo._describe import from_config_json
 from eqzoo._model import _skeleton
 from eqzoo.checkpoint import CheckpointError
-from eqzoo.models.vision.convnext import (
-    FAMILY,
-    TRANSFORMERS,
-    TRANSFORMERS_DINOV3,
-    TRANSFORMERS_V2,
-    VARIANTS,
-    ConvNeXt,
-    ConvNeXtConfig,
-)
+from eqzoo.models.vision._convnext_upstream import TRANSFORMERS, TRANSFORMERS_DINOV3, TRANSFORMERS_V2
+from eqzoo.models.vision.convnext import FAMILY, VARIANTS, ConvNeXt, ConvNeXtConfig
 from tests.parity import array, assert_close, assert_names_and_shapes, assert_same_gradients, mean_square, randomise
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")

@@ -20,7 +20,8 @@ import eqzoo
 from eqzoo import freeze
 from eqzoo._model import _merge
 from eqzoo.checkpoint import CheckpointError, unfill
-from eqzoo.models.vision.inception_v3 import FAMILY, TIMM, VARIANTS, InceptionV3, InceptionV3Config
+from eqzoo.models.vision._inception_v3_upstream import TIMM
+from eqzoo.models.vision.inception_v3 import FAMILY, VARIANTS, InceptionV3, InceptionV3Config
 from tests.parity import (
     assert_close,
     assert_names_and_shapes,

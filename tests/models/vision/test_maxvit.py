@@ -15,7 +15,8 @@ from torchvision.models.maxvit import MaxVit
 
 from eqzoo._model import _merge, _skeleton
 from eqzoo.checkpoint import CheckpointError, unfill
-from eqzoo.models.vision.maxvit import FAMILY, TORCHVISION, VARIANTS, MaxViT, MaxViTConfig
+from eqzoo.models.vision._maxvit_upstream import TORCHVISION
+from eqzoo.models.vision.maxvit import FAMILY, VARIANTS, MaxViT, MaxViTConfig
 from tests.parity import assert_names_and_shapes, assert_same_results, from_torch, randomise
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")

@@ -17,7 +17,8 @@ from timm.models.mlp_mixer import Affine, MlpMixer, ResBlock, SpatialGatingBlock
 
 import eqzoo
 from eqzoo.checkpoint import CheckpointError, unfill
-from eqzoo.models.vision.mixer import FAMILY, TIMM, TIMM_OPTIONS, VARIANTS, Mixer, MixerConfig
+from eqzoo.models.vision._mixer_upstream import TIMM, TIMM_OPTIONS
+from eqzoo.models.vision.mixer import FAMILY, VARIANTS, Mixer, MixerConfig
 from tests.parity import (
     assert_close,
     assert_names_and_shapes,

@@ -26,7 +26,8 @@ import eqzoo
 from eqzoo._describe import from_config_json
 from eqzoo._model import _skeleton
 from eqzoo.checkpoint import CheckpointError
-from eqzoo.models.vision.regnet import FAMILY, TIMM, TORCHVISION, VARIANTS, RegNet, RegNetConfig
+from eqzoo.models.vision._regnet_upstream import TIMM, TORCHVISION
+from eqzoo.models.vision.regnet import FAMILY, VARIANTS, RegNet, RegNetConfig
 from tests.parity import (
     assert_close,
     assert_names_and_shapes,

@@ -23,7 +23,8 @@ from eqzoo._describe import from_config_json
 from eqzoo._model import _skeleton, freeze
 from eqzoo._save import _stored
 from eqzoo.checkpoint import CheckpointError, unfill
-from eqzoo.models.vision.swin import FAMILY, MICROSOFT, TIMM, TORCHVISION, VARIANTS, Swin, SwinConfig
+from eqzoo.models.vision._swin_upstream import MICROSOFT, TIMM, TORCHVISION
+from eqzoo.models.vision.swin import FAMILY, VARIANTS, Swin, SwinConfig
 from eqzoo.tree import leaves_with_paths
 from tests.contract.table import matches
 from tests.parity import (

@@ -17,7 +17,8 @@ from transformers.core_model_loading import revert_weight_conversion
 import eqzoo
 from eqzoo._describe import from_config_json
 from eqzoo.checkpoint import CheckpointError
-from eqzoo.models.vision.swin import FAMILY, TRANSFORMERS_V1, TRANSFORMERS_V2, VARIANTS, Swin
+from eqzoo.models.vision._swin_upstream import TRANSFORMERS_V1, TRANSFORMERS_V2
+from eqzoo.models.vision.swin import FAMILY, VARIANTS, Swin
 from tests.parity import assert_close, assert_names_and_shapes, assert_same_gradients, mean_square, randomise
 
 pytestmark = pytest.mark.usefixtures("compile_quickly")
