@@ -1,12 +1,18 @@
-"""Settings for the whole run: 8 host devices, one compilation cache, and what torchvision needs to be imported."""
+"""Settings for the whole run and the processes it starts: 8 host devices, one compilation cache, quick compilation, and
+what torchvision needs to be imported."""
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-# Before JAX starts: sharding needs several devices; the cache spares workers and later runs each other's compilations.
+# Before JAX starts: sharding needs several devices; the cache spares workers and later runs each other's compilations;
+# and what tests compile runs once or twice.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+if version("jaxlib").startswith("0.10."):  # later versions no longer have it: the quicker of two code generators
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
@@ -37,15 +43,3 @@ def _compiled_programs_stay_few():
     yield
     if (mappings := Path("/proc/self/maps")).exists() and mappings.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()
-
-
-@pytest.fixture(scope="module")
-def compile_quickly():
-    """For modules that compile many programs and run each once or twice."""
-    import jax  # after the settings above
-
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.clear_caches()  # a program compiled otherwise rounds otherwise
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()

@@ -29,11 +29,6 @@ class Step(NamedTuple):
     gradients: PyTree
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_quickly(compile_quickly):
-    """The battery compiles hundreds of programs and runs each once or twice."""
-
-
 @pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.model.__name__)
 def row(request) -> Row:
     return request.param

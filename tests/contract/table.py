@@ -347,7 +347,7 @@ ROWS = (
     Row(
         model=eqzoo.Segmenter,
         config=eqzoo.SegmenterConfig(
-            backbone="test_convnext",
+            backbone="convnext_zepto_rms",
             decoder="aspp",
             output_stride=32,
             aux_head=True,

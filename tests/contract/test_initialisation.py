@@ -10,8 +10,12 @@ from eqzoo.tree import leaves_with_paths
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compile_quickly():
-    """Not here."""
+def _compile_as_users_do():
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
 
 
 def test_initialisation_is_the_same_everywhere(row):

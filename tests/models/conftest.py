@@ -20,8 +20,3 @@ def saved(tmp_path) -> Callable[..., Path]:
         return tmp_path / "upstream"
 
     return save
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_quickly(compile_quickly):
-    """The numbers of a small model are compared once."""

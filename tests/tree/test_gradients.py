@@ -18,9 +18,6 @@ from tests.contract.table import ROWS, assert_close, error, randomised
 KEY = jax.random.key(0)
 
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
 class Layer(eqx.Module):
     linear: nn.Linear
 

@@ -22,9 +22,6 @@ VISION = [row for row in ROWS if hasattr(row.config, "num_classes")]
 VIT = next(row for row in ROWS if row.model is eqzoo.ViT)
 
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
 @pytest.fixture(scope="module", params=VISION, ids=lambda row: row.model.__name__)
 def subject(request):
     """A row, its model and state, and the model with a head for three classes."""

@@ -24,9 +24,6 @@ LAYERS = (nn.Linear, nn.Conv2d, nn.Embedding)
 ROW = {row.model.__name__: row for row in ROWS}
 
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
 @pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.model.__name__)
 def subject(request):
     """A row with its model, its model quantized, and the state of both."""

@@ -24,9 +24,6 @@ CONFIG = eqzoo.GPT2Config(dim=16, depth=3, heads=2, hidden=24, vocab=40, context
 ADAPTED = ("*.query", "*.value", "*.mlp")
 
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
 def gpt2(config=CONFIG):
     """A model whose logits are no longer all alike."""
     model = eqzoo.GPT2(config, key=jax.random.key(0))

@@ -30,8 +30,6 @@ from tests.parity import (
     randomise,
 )
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 TORCHVISION_VARIANTS = [name for name in VARIANTS if name in torchvision.models.list_models()]
 
 # The modules that the mathematics of this family is made of. Anything else in an upstream model needs a look.

@@ -21,8 +21,6 @@ from eqzoo.models.vision._convnext_upstream import TRANSFORMERS, TRANSFORMERS_DI
 from eqzoo.models.vision.convnext import FAMILY, VARIANTS, ConvNeXt, ConvNeXtConfig
 from tests.parity import array, assert_close, assert_names_and_shapes, assert_same_gradients, mean_square, randomise
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 # By `model_type`: the config, the model that our options describe, and the rules for its names in memory.
 CLASSES: dict[str, tuple[Any, Any, Any]] = {
     "convnext": (transformers.ConvNextConfig, transformers.ConvNextForImageClassification, TRANSFORMERS),

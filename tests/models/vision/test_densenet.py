@@ -24,7 +24,6 @@ from eqzoo.checkpoint import CheckpointError
 from eqzoo.models.vision.densenet import FAMILY, TIMM, VARIANTS, DenseNet, DenseNetConfig
 from tests.parity import assert_names_and_shapes, assert_same_results, filled, from_torch, randomise
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 TORCHVISION_VARIANTS = [name for name in VARIANTS if name in torchvision.models.list_models()]
 KNOWN = {
     *("DenseNet", "DenseBlock", "DenseLayer", "DenseTransition", "Sequential", "Conv2d", "BatchNormAct2d", "ReLU"),

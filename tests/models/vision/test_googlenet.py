@@ -50,11 +50,6 @@ CONFIG = GoogLeNetConfig(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_quickly(compile_quickly):
-    """Some sixty convolutions a program, each run once."""
-
-
 @pytest.mark.parametrize("aux_heads", [False, True])
 def test_the_variant_has_the_same_names_shapes_and_parameters(aux_heads):
     with torch.device("meta"):

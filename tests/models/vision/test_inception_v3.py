@@ -43,11 +43,6 @@ KNOWN = {
 CONFIG = InceptionV3Config(width=1 / 16, num_classes=5)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_quickly(compile_quickly):
-    """Some sixty convolutions a program, each run once."""
-
-
 def assert_same_modules(config: InceptionV3Config, upstream: nn.Module) -> None:
     assert {type(module).__name__ for module in upstream.modules()} <= KNOWN
     assert {module.eps for module in upstream.modules() if isinstance(module, nn.BatchNorm2d)} == {1e-3}

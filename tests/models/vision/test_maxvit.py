@@ -19,8 +19,6 @@ from eqzoo.models.vision._maxvit_upstream import TORCHVISION
 from eqzoo.models.vision.maxvit import FAMILY, VARIANTS, MaxViT, MaxViTConfig
 from tests.parity import assert_names_and_shapes, assert_same_results, from_torch, randomise
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 KNOWN = {
     *("MaxVit", "MaxVitBlock", "MaxVitLayer", "MBConv", "PartitionAttentionLayer", "WindowPartition"),
     *("WindowDepartition", "SwapAxes", "RelativePositionalMultiHeadAttention", "Conv2dNormActivation", "Conv2d"),

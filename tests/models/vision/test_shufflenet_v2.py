@@ -20,7 +20,6 @@ from eqzoo.checkpoint import CheckpointError, unfill
 from eqzoo.models.vision.shufflenet_v2 import FAMILY, TORCHVISION, VARIANTS, ShuffleNetV2, ShuffleNetV2Config
 from tests.parity import assert_close, assert_names_and_shapes, assert_same_results, from_torch, randomise
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 KNOWN = {"ShuffleNetV2", "InvertedResidual", "Sequential", "Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d", "Linear"}
 
 

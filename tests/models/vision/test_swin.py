@@ -36,8 +36,6 @@ from tests.parity import (
     randomise,
 )
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 TORCHVISION_VARIANTS = [name for name in VARIANTS if name.startswith(("swin_v2_", "swin_")) and len(name) <= 9]
 TIMM_VARIANTS = [name for name in VARIANTS if name not in TORCHVISION_VARIANTS]
 

@@ -21,8 +21,6 @@ from eqzoo.models.vision._swin_upstream import TRANSFORMERS_V1, TRANSFORMERS_V2
 from eqzoo.models.vision.swin import FAMILY, VARIANTS, Swin
 from tests.parity import assert_close, assert_names_and_shapes, assert_same_gradients, mean_square, randomise
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 CLASSES: dict[str, tuple[Any, Any, Any, Any]] = {
     "swin": (
         transformers.SwinConfig,
