@@ -20,6 +20,7 @@ class MixedConv2d(eqx.Module):
     """
 
     convs: tuple[Conv2d, ...]
+    splits: tuple[int, ...] = eqx.field(static=True)
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class MixedConv2d(eqx.Module):
         number = len(kernel_sizes)
         ins, outs = _parts(in_channels, number), _parts(out_channels, number)
         keys = jax.random.split(key, number)
+        self.splits = tuple(np.cumsum(ins)[:-1].tolist())
         self.convs = tuple(
             Conv2d(
                 ins[index],
@@ -52,8 +54,7 @@ class MixedConv2d(eqx.Module):
         )
 
     def __call__(self, x: Float[Array, "height width channels"]) -> Float[Array, "out_height out_width out"]:
-        ends = np.cumsum([conv.weight.shape[1] * conv.groups for conv in self.convs])
-        parts = jnp.split(x, ends[:-1], axis=-1)
+        parts = jnp.split(x, self.splits, axis=-1)
         return jnp.concatenate([conv(part) for conv, part in zip(self.convs, parts, strict=True)], axis=-1)
 
 

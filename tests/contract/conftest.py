@@ -1,14 +1,16 @@
 """What the battery's tests share of a row, made once: a model in training mode, its inputs, and what it computes."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 import eqzoo
-from tests.contract.table import BATCH, ROWS, Row, jitted_train_step, randomised
+from tests.contract.table import BATCH, ROWS, Row, cast, jitted_train_step, randomised
 
 
 class Subject(NamedTuple):
@@ -35,15 +37,23 @@ def row(request) -> Row:
 
 
 @pytest.fixture(scope="module")
-def subject(row) -> Subject:
+def subject(row) -> Iterator[Subject]:
     model, state = randomised(row, seed=0)
-    return Subject(row, model, state, row.batch(1), jax.random.split(jax.random.key(2), BATCH))
+    yield Subject(row, model, state, row.batch(1), jax.random.split(jax.random.key(2), BATCH))
+    jax.clear_caches()  # no other row runs these programs
 
 
 @pytest.fixture(scope="module")
 def step(subject) -> Step:
     """One training step on one device, without options."""
     return Step(*jitted_train_step(*subject[1:]))
+
+
+@pytest.fixture(scope="module")
+def exact_step(subject) -> Step:
+    """That in double precision, for what rounding would hide: batch norms over small maps enlarge it."""
+    with jax.enable_x64(True):
+        return Step(*jitted_train_step(*cast(subject[1:4], jnp.float64), subject.keys))
 
 
 @pytest.fixture(scope="module")

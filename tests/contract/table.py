@@ -183,8 +183,8 @@ ROWS = (
     Row(
         model=eqzoo.MaxViT,
         config=eqzoo.MaxViTConfig(
-            depths=(1, 3),
-            widths=(8, 8),
+            depths=(3,),
+            widths=(8,),
             stem_width=4,
             dim_head=4,
             window=2,
@@ -220,6 +220,7 @@ ROWS = (
         ),
         example=_image(10, 14, 3),
         read_out=lambda model, features: model.head(jnp.mean(model.last(features[-1]), axis=(0, 1))),
+        vanishing=r".*(layers\.3|pooled_shortcut)\.norm\.bias",  # the next batch norm takes it off
         replicated=r".*layers\.\d\.fc\d\.weight",  # squeeze-and-excitation
     ),
     Row(
@@ -242,6 +243,7 @@ ROWS = (
         config=eqzoo.ShuffleNetV2Config(depths=(1, 3), widths=(8, 16), stem_width=8, last_width=24, num_classes=8),
         example=_image(18, 26, 3),
         read_out=lambda model, features: model.head(jnp.mean(model.last(features[-1]), axis=(0, 1))),
+        vanishing=r".*(left\.0|right\.1)\.norm\.bias",  # the next batch norm takes it off
     ),
     Row(
         model=eqzoo.VGG,
@@ -341,13 +343,13 @@ ROWS = (
         ),
         example=_image(17, 22, 3),
         read_out=lambda model, features: model.head(model.pooled(features[-1])),
-        vanishing=r".*dw_start\.norm\.bias",  # the next batch norm takes it off
+        vanishing=r".*(dw_start|2\.0\.first\.pw_proj|key_down)\.norm\.bias",  # the next batch norm takes it off
         replicated=r".*squeeze_excite\.fc\d\.weight",
     ),
     Row(
         model=eqzoo.Segmenter,
         config=eqzoo.SegmenterConfig(
-            backbone="convnext_zepto_rms",
+            backbone="test_convnext",
             decoder="aspp",
             output_stride=32,
             aux_head=True,
@@ -357,7 +359,8 @@ ROWS = (
         ),
         example=_image(40, 64, 3),
         read_out=lambda model, features: eqzoo.nn.resize_bilinear(model.head(features[-1]), (40, 64)),
-        vanishing=r"aux_.*",  # the main logits don't need it
+        # the main logits don't need it; or the next batch norm takes it off, for dilations are larger than the map
+        vanishing=r"aux_.*|backbone\.norm\.(weight|bias)|backbone\.stages\.3\.blocks\[\*\]\.fc2\.bias",
     ),
 )
 
