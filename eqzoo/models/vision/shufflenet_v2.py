@@ -113,11 +113,11 @@ class ShuffleNetV2(eqx.Module):
         """The feature map of each stage, at 1/8, 1/16 and 1/32 of the image's size."""
         y, state = self.stem(x, state)
         y = nn.max_pool(y, 3, stride=2, padding=1)
-        maps = []
+        maps = ()
         for stage in self.stages:
             y, state = stage.with_state(y, state)
-            maps.append(y)
-        return tuple(maps), state
+            maps = (*maps, y)
+        return maps, state
 
     @typed
     def __call__(
