@@ -1,5 +1,6 @@
 """Comparison with an upstream model: its weights through the checkpoint rules, then names, outputs and gradients."""
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from math import prod, sqrt
@@ -131,11 +132,19 @@ def assert_same_results(
     *,
     training: bool = False,
 ) -> None:
-    """Outputs, the gradients of their mean square, and running statistics, for a batch of channels-last `images`."""
+    """Outputs, the gradients of their mean square, and running statistics, for a batch of channels-last `images`.
+
+    In training in double precision: batch norms over small maps enlarge rounding until a ReLU switches.
+    """
     model, state = from_torch(target, upstream)
     model = model if training else eqx.nn.inference_mode(model)
     upstream.train(training)
-    (_, (outputs, state)), gradients = mean_square(model, state, jnp.asarray(images))
+    if training:
+        upstream = copy.deepcopy(upstream).double()
+        images = images.astype(np.float64)
+    with jax.enable_x64(training):
+        model, state = in_double_precision((model, state)) if training else (model, state)
+        (_, (outputs, state)), gradients = mean_square(model, state, jnp.asarray(images))
     theirs = upstream(torch.tensor(images).permute(0, 3, 1, 2))
     theirs.square().mean().backward()
     assert_close(outputs, theirs, 1e-4)
@@ -144,6 +153,11 @@ def assert_same_results(
     for name, buffer in upstream.named_buffers():
         if name.endswith(("running_mean", "running_var", "num_batches_tracked")):
             assert_close(after[name], buffer, 1e-5)
+
+
+def in_double_precision(tree: PyTree) -> PyTree:
+    """Within `jax.enable_x64`."""
+    return jax.tree.map(lambda leaf: leaf.astype(np.float64) if eqx.is_inexact_array(leaf) else leaf, tree)
 
 
 def assert_names_and_shapes(

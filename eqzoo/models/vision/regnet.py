@@ -60,7 +60,7 @@ class RegNetConfig:
                 f"depths={self.depths} and widths={self.widths} differ in length; give one of each a stage"
             )
         for width in self.widths:
-            if self.inner(width) % self.groups(width):
+            if self.inner(width) != self.groups(width) * min(self.group_size, self.inner(width)):
                 raise ValueError(
                     f"group_size={self.group_size} makes no whole groups of {self.inner(width)} channels (width "
                     f"{width} times bottleneck {self.bottleneck}); choose multiples of it"

@@ -160,9 +160,9 @@ def test_rates_are_off_in_inference():
 @pytest.mark.parametrize("rate", ["dropout", "layer_dropout"])
 def test_training_needs_a_key(rate):
     model, state = _skeleton(partial(DenseNet, tiny(**{rate: 0.5})))
-    call = jax.vmap(lambda x: eqzoo.apply(model, state, x)[0], axis_name="batch")
+    call = lambda model, state, xs: jax.vmap(lambda x: eqzoo.apply(model, state, x)[0], axis_name="batch")(xs)
     with pytest.raises(ValueError, match="got no key in training mode"):
-        eqx.filter_eval_shape(call, jnp.zeros((2, 32, 32, 3)))
+        eqx.filter_eval_shape(call, model, state, jnp.zeros((2, 32, 32, 3)))
 
 
 def test_a_block_without_layers_is_refused():

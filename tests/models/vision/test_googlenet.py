@@ -154,7 +154,7 @@ def test_the_published_names_load_under_the_variants_name(tmp_path):
 
 
 def test_an_export_with_auxiliary_heads_is_what_the_builder_makes_without_weights(tmp_path):
-    config = replace(FULL, aux_heads=True, transform_input=False)
+    config = replace(FULL, aux_heads=True)
     pair = eqx.nn.make_with_state(Ours)(config, key=jax.random.key(0))
     eqzoo.export(tmp_path / "x.safetensors", *pair, format="torchvision")
     tensors, _ = eqzoo.checkpoint.open_checkpoint(tmp_path / "x.safetensors")

@@ -1,6 +1,7 @@
 """Inception v3 is torchvision's and timm's, with and without auxiliary head: names, shapes and maps; outputs,
 gradients and a training step."""
 
+import copy
 import importlib
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from tests.parity import (
     assert_same_gradients,
     assert_same_results,
     from_torch,
+    in_double_precision,
     mean_square,
     narrowed,
     number_of_parameters,
@@ -136,18 +138,23 @@ def all_logits(model, state, xs):
 
 
 def test_auxiliary_logits_and_running_statistics_are_torchvisions():
-    """In training; in inference mode there is only the head, and any image size is taken again."""
+    """In training; in inference mode there is only the head, and any image size is taken again.
+
+    In double precision: the last batch norm of the auxiliary head has few values a channel.
+    """
     config = replace(CONFIG, aux_heads=True)
     upstream = tiny_torchvision(config).train()
     del upstream.eager_outputs
+    x = images(347, 350)
     model, state = from_torch((FAMILY, config), upstream)
-    x = images(347, 350)  # so that the last batch norm of the auxiliary head has more than four values a channel
-    logits, after = all_logits(model, state, jnp.asarray(x))
-    theirs = upstream(torch.tensor(x).permute(0, 3, 1, 2))
+    with jax.enable_x64(True):
+        logits, after = all_logits(*in_double_precision((model, state)), jnp.asarray(x, np.float64))
+    exact = copy.deepcopy(upstream).double()
+    theirs = exact(torch.tensor(x, dtype=torch.float64).permute(0, 3, 1, 2))
     for ours, there in zip(logits, (theirs.logits, theirs.aux_logits), strict=True):
         assert_close(ours, there, 1e-4)
     statistics = unfill(_merge(model, after), TIMM)
-    for name, buffer in upstream.named_buffers():
+    for name, buffer in exact.named_buffers():
         assert_close(statistics[name], buffer, 1e-5)
     (only,), same = all_logits(eqx.nn.inference_mode(model), state, jnp.asarray(images()))
     assert_close(only, upstream.eval()(torch.tensor(images()).permute(0, 3, 1, 2)), 1e-4)
@@ -230,5 +237,5 @@ def test_initial_weights_are_spread_as_upstream():
 
 
 def test_no_width_is_refused():
-    with pytest.raises(ValueError, match="width=0 leaves no channels; pass a positive factor"):
-        InceptionV3Config(width=0)
+    with pytest.raises(ValueError, match=r"width=0\.0 leaves no channels; pass a positive factor"):
+        InceptionV3Config(width=0.0)
