@@ -69,7 +69,7 @@ KNOWN = {
         "MultiQueryAttention2d",
     ),
 }
-ACTIVATIONS = {"ReLU": "relu", "ReLU6": "relu6", "SiLU": "silu", "Hardswish": "hard_swish"}
+ACTIVATIONS = {"ReLU": "relu", "ReLU6": "relu6", "SiLU": "silu", "Hardswish": "hard_swish", "GELU": "gelu"}
 
 TORCHVISION_VARIANTS = {
     name.removeprefix("torchvision/"): (naming, name)
@@ -140,12 +140,15 @@ def timms_block(block: torch.nn.Module) -> tuple[Any, ...]:
     """What names and shapes don't say: strides, groups, paddings, activations, gates, and whether it has a shortcut."""
     convs = [each for each in block.modules() if isinstance(each, torch.nn.Conv2d) and each.bias is None]
     activations = [ACTIVATIONS.get(type(each.act).__name__) for each in block.modules() if type(each) is BatchNormAct2d]
+    if type(block).__name__ == "MobileAttention":  # whose projections are 1x1 convolutions, and which has no activation
+        convs = [conv for conv in convs if conv.kernel_size != (1, 1)]
+        activations = activations[:1] * len(convs)
     gate = getattr(block, "se", None)
     gated = None if not hasattr(gate, "gate") else (type(gate.act1).__name__, type(gate.gate).__name__)
     return (
         [(each.stride, each.groups, isinstance(each, Conv2dSame) or each.padding) for each in convs],
         activations,
-        gated and (ACTIVATIONS[gated[0]], {"Sigmoid": "sigmoid", "HardSigmoid": "hard_sigmoid"}[gated[1]]),
+        gated and (ACTIVATIONS[gated[0]], {"Sigmoid": "sigmoid", "Hardsigmoid": "hard_sigmoid"}[gated[1]]),
         block.has_skip,
     )
 
