@@ -357,7 +357,7 @@ def _prepare_dinov2(options: dict[str, Any], *, patch_size: int) -> dict[str, An
     return options
 
 
-def _dinov2_gated(dim: int, ratio: float) -> int:
+def _dinov2_gated(dim: int, ratio: int | float) -> int:
     """How wide transformers makes DINOv2's gated MLPs."""
     return (int(int(dim * ratio) * 2 / 3) + 7) // 8 * 8
 
