@@ -43,3 +43,15 @@ def _compiled_programs_stay_few():
     yield
     if (mappings := Path("/proc/self/maps")).exists() and mappings.read_bytes().count(b"\n") > 10_000:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def compile_as_users_do():
+    """For what optimisation could change."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()

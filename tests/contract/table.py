@@ -364,6 +364,9 @@ ROWS = (
     ),
 )
 
+# A family of each kind: of plain layers, with running statistics, of stacked blocks, and of text.
+KINDS = tuple(row for row in ROWS if row.model in (eqzoo.MLP, eqzoo.ResNet, eqzoo.ViT, eqzoo.GPT2))
+
 
 def randomised(row: Row, seed: int) -> tuple[Any, eqx.nn.State]:
     """Model and state with nothing zero, nothing symmetric, nothing as initialised: every number matters."""

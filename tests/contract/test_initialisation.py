@@ -8,14 +8,7 @@ import pytest
 from eqzoo.sharding import make_mesh, shardings
 from eqzoo.tree import leaves_with_paths
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_as_users_do():
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("compile_as_users_do")
 
 
 def test_initialisation_is_the_same_everywhere(row):

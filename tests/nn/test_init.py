@@ -18,6 +18,7 @@ INITIALISERS = {
 }
 
 
+@pytest.mark.usefixtures("compile_as_users_do")
 @pytest.mark.parametrize("name", INITIALISERS)
 @pytest.mark.parametrize("shape", [(64, 47), (16, 5, 3, 3)])
 def test_same_bits_eagerly_and_under_jit_vmap_and_sharding(name, shape):

@@ -17,14 +17,14 @@ from eqzoo.tree.arithmetic import cast
 from eqzoo.tree.int8 import Int8, dequantize, quantize, stored_as_int8
 from eqzoo.tree.paths import leaves_with_paths
 from eqzoo.tree.select import is_float, select
-from tests.contract.table import BATCH, ROWS, assert_close, jitted_train_step, randomised
+from tests.contract.table import BATCH, KINDS, assert_close, jitted_train_step, randomised
 
 KEY = jax.random.key(0)
 LAYERS = (nn.Linear, nn.Conv2d, nn.Embedding)
-ROW = {row.model.__name__: row for row in ROWS}
+ROW = {row.model.__name__: row for row in KINDS}
 
 
-@pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.model.__name__)
+@pytest.fixture(scope="module", params=KINDS, ids=lambda row: row.model.__name__)
 def subject(request):
     """A row with its model, its model quantized, and the state of both."""
     model, state = randomised(request.param, seed=0)
