@@ -18,8 +18,7 @@ import os
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +38,7 @@ from eqzoo._facts import torchvision_facts, transformers_facts
 from eqzoo._model import _merge
 from eqzoo._registry import families, variant
 from eqzoo.checkpoint import open_checkpoint, unfill, write_safetensors
-from tests.parity import number_of_parameters, randomise
+from tests.parity import number_of_parameters, randomise, structure
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
 COLUMNS = ("loads", "names and shapes", "outputs", "gradients", "training", "exports back")
@@ -100,17 +99,6 @@ def _variant(name: str) -> Any:
 
 def _size(name: str) -> int:
     return number_of_parameters(*_variant(name))
-
-
-def structure(value: Any) -> Hashable:
-    """A config without its numbers, but for whether there are none, one or more."""
-    if is_dataclass(value):
-        return tuple(structure(getattr(value, field.name)) for field in fields(value))
-    if isinstance(value, tuple):
-        return frozenset(map(structure, value))
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return min(value, 2) if isinstance(value, int) else value > 0
-    return value
 
 
 def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:

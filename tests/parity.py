@@ -2,7 +2,8 @@
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import fields, is_dataclass
 from math import prod, sqrt
 from typing import Any
 
@@ -205,3 +206,14 @@ def _zeros(leaf: Any) -> Any:
 
 def _dtype(tensor: torch.Tensor) -> np.dtype:
     return np.dtype(str(tensor.dtype).removeprefix("torch."))
+
+
+def structure(value: Any) -> Hashable:
+    """A config without its numbers, but for whether there are none, one or more."""
+    if is_dataclass(value):
+        return tuple(structure(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, tuple):
+        return frozenset(map(structure, value))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return min(value, 2) if isinstance(value, int) else value > 0
+    return value

@@ -62,6 +62,7 @@ from eqzoo.nn.stack import Stack as Stack
 from eqzoo.nn.stack import Stage as Stage
 from eqzoo.nn.stack import scan_options as scan_options
 from eqzoo.nn.transformer import TransformerBlock as TransformerBlock
+from eqzoo.nn.window import ContinuousBias as ContinuousBias
 from eqzoo.nn.window import CosineWindowAttention as CosineWindowAttention
 from eqzoo.nn.window import RelativeBias as RelativeBias
 from eqzoo.nn.window import WindowAttention as WindowAttention

@@ -14,7 +14,7 @@ from eqzoo.tree.paths import leaves_with_paths, map_with_path
 from eqzoo.tree.select import Where, is_float, select
 
 _SCALES = (
-    *(nn.BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LayerScale, nn.RelativeBias),
+    *(nn.BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LayerScale, nn.RelativeBias, nn.ContinuousBias),
     *(eqx.nn.BatchNorm, eqx.nn.GroupNorm, eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.PReLU),
 )
 
@@ -32,8 +32,9 @@ _NO_MATRIX = re.compile(
 def decay_mask(tree: PyTree) -> PyTree[bool]:
     """True for what weight decay should shrink: the weights of matrix products, convolutions and embeddings.
 
-    Biases, the scales of norms and layers, tokens and tables of positions stay as they are, also where a stack or an
-    ensemble gives them more axes: modules tell them by type, other trees by name. optax calls it by itself:
+    Biases, the scales of norms and layers, tokens and tables of positions, or what computes these, stay as they are,
+    also where a stack or an ensemble gives them more axes: modules tell them by type, other trees by name. optax calls
+    it by itself:
 
     ```python
     decay_mask([{"W": jnp.ones((2, 3)), "b": jnp.ones(2)}])  # [{'W': True, 'b': False}]

@@ -23,7 +23,9 @@ def check_decay_mask(subject: Subject, predictions: Array) -> None:
     params = eqx.filter(subject.model, eqx.is_inexact_array)
     optimizer = optax.adamw(0.5, weight_decay=0.5, mask=tree.decay_mask)
     updates, _ = optimizer.update(tree.zeros_like(params), optimizer.init(params), params)
-    multiplying = weights_of_layers(subject)
+    is_bias = lambda node: isinstance(node, nn.ContinuousBias)  # the layers of which compute one
+    biases = [path for path, node in tree.leaves_with_paths(subject.model, is_leaf=is_bias) if is_bias(node)]
+    multiplying = {path for path in weights_of_layers(subject) if not path.startswith(tuple(biases))}
     assert multiplying
     for (path, update), leaf in zip(tree.leaves_with_paths(updates), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(update, -0.25 * leaf if path in multiplying else 0 * leaf, rtol=1e-6, err_msg=path)
