@@ -293,7 +293,7 @@ def _matches(
     """How the checkpoint fits the model that is named, or that it names itself, or else each variant of the
     families that know most of its tensors' names."""
     from eqzoo._describe import describe
-    from eqzoo._load import OWN_FORMAT, _classes, _zoo_skeleton, match_tensors
+    from eqzoo._load import OWN_FORMAT, _classes, _zoo_skeleton, match_described, match_tensors
     from eqzoo._model import _maker, _skeleton
     from eqzoo._registry import families
 
@@ -302,7 +302,7 @@ def _matches(
     elif name is not None or "eqzoo" in metadata or (file / "config.json").is_file():
         description = describe(file, file, metadata, name)
         _, family, config = description
-        match = match_tensors(tensors, _zoo_skeleton(description, config), {"own": OWN_FORMAT, **family.rules})
+        match = match_described(tensors, _zoo_skeleton(description, config), {"own": OWN_FORMAT, **family.rules})
         for label in [name] if name is not None else _labels(family, config):
             yield label, match
     else:
