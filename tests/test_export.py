@@ -57,9 +57,9 @@ CONFIGS = {
     "resnet t": ResNetConfig(**RESNET, **TIERED),
     "resnet without head": ResNetConfig(**{**RESNET, "num_classes": 0}),
     "resnet of two channels": ResNetConfig(**RESNET, in_channels=2),
-    "seresnet": ResNetConfig(**RESNET, squeeze_excite=True),
+    "seresnet": ResNetConfig(**RESNET, attention="squeeze_excite"),
     "seresnext t": ResNetConfig(
-        **{**RESNET, "block": "bottleneck"}, **TIERED, squeeze_excite=True, cardinality=2, base_width=32
+        **{**RESNET, "block": "bottleneck"}, **TIERED, attention="squeeze_excite", cardinality=2, base_width=32
     ),
 }
 
@@ -211,7 +211,7 @@ RESNET18 = {"block": "basic", "depths": (2, 2, 2, 2)}
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (ResNetConfig(**RESNET18, squeeze_excite=True), "squeeze_excite=True"),
+        (ResNetConfig(**RESNET18, attention="squeeze_excite"), "attention='squeeze_excite'"),
         (ResNetConfig(**RESNET18, in_channels=1), "in_channels=1"),
         (ResNetConfig(**RESNET18, num_classes=0), "num_classes=0"),
         (ResNetConfig(**RESNET18, shortcut="pool"), "shortcut='pool'"),

@@ -15,7 +15,6 @@ from typing import Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -147,7 +146,7 @@ class DenseNet(eqx.Module):
         y = x
         for conv in self.stem:
             y, state = conv(y, state)
-        y = _blur_pool(nn.max_pool(y, 3, stride=1, padding=1)) if self.config.blur else _max_pool(y)
+        y = nn.blur_pool(nn.max_pool(y, 3, stride=1, padding=1), stride=2) if self.config.blur else _max_pool(y)
         maps = []
         for number, block in enumerate(self.blocks):
             if number > 0:
@@ -186,14 +185,6 @@ def _stem(config: DenseNetConfig, width: int, *, key: PRNGKeyArray) -> tuple[nn.
 
 
 _max_pool = partial(nn.max_pool, window=3, stride=2, padding=1)
-
-
-def _blur_pool(x: Float[Array, "height width channels"]) -> Float[Array, "out_height out_width channels"]:
-    """Every other pixel of the image smoothed by a binomial filter; the border is mirrored."""
-    channels = x.shape[-1]
-    taps = np.outer([1, 2, 1], [1, 2, 1]) / 16
-    weight = jnp.broadcast_to(jnp.asarray(taps, x.dtype), (channels, 1, 3, 3))
-    return nn.conv2d(jnp.pad(x, ((1, 1), (1, 1), (0, 0)), mode="reflect"), weight, stride=2, groups=channels)
 
 
 VARIANTS = {

@@ -78,42 +78,12 @@ class RegNetConfig:
         return max(1, self.inner(width) // self.group_size)
 
 
-class ConvGroupNorm(eqx.Module):
-    """`nn.ConvNorm` with a group norm; it hands the state through."""
-
-    conv: nn.Conv2d
-    norm: nn.GroupNorm
-    activation: Callable[[Array], Array] | None = eqx.field(static=True)
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        *,
-        group_size: int,
-        stride: int = 1,
-        groups: int = 1,
-        activation: Callable[[Array], Array] | None = None,
-        key: PRNGKeyArray,
-    ):
-        self.conv = _conv(in_channels, out_channels, kernel_size, stride=stride, groups=groups, key=key)
-        self.norm = nn.GroupNorm(out_channels // group_size, out_channels)
-        self.activation = activation
-
-    def __call__(
-        self, x: Float[Array, "height width channels"], state: eqx.nn.State
-    ) -> tuple[Float[Array, "out_height out_width out"], eqx.nn.State]:
-        y = self.norm(self.conv(x))
-        return (y if self.activation is None else self.activation(y)), state
-
-
 class Block(eqx.Module):
     """1x1, grouped 3x3, and 1x1 convolutions, beside a shortcut; squeeze-and-excitation comes before the last."""
 
-    layers: tuple[nn.ConvNorm | ConvGroupNorm | nn.SqueezeExcite, ...]
-    shortcut: nn.ConvNorm | ConvGroupNorm | None
-    pooled_shortcut: nn.ConvNorm | ConvGroupNorm | None
+    layers: tuple[nn.ConvNorm | nn.ConvGroupNorm | nn.SqueezeExcite, ...]
+    shortcut: nn.ConvNorm | nn.ConvGroupNorm | None
+    pooled_shortcut: nn.ConvNorm | nn.ConvGroupNorm | None
     drop_path: nn.DropPath
     activation: Callable[[Array], Array] | None = eqx.field(static=True)
     is_residual: bool = eqx.field(static=True)
@@ -218,9 +188,9 @@ class PreBlock(eqx.Module):
 
 
 class RegNet(eqx.Module):
-    stem: nn.ConvNorm | ConvGroupNorm | nn.Conv2d
+    stem: nn.ConvNorm | nn.ConvGroupNorm | nn.Conv2d
     stages: tuple[nn.Stage[Block], ...] | tuple[nn.Stage[PreBlock], ...]
-    last: nn.ConvNorm | ConvGroupNorm | None
+    last: nn.ConvNorm | nn.ConvGroupNorm | None
     dropout: nn.Dropout
     head: nn.Linear | None
     config: RegNetConfig = eqx.field(static=True)
@@ -287,8 +257,10 @@ class RegNet(eqx.Module):
         return pooled if self.head is None else self.head(pooled), state
 
 
-def _conv_norm(config: RegNetConfig) -> Callable[..., nn.ConvNorm | ConvGroupNorm]:
-    return partial(ConvGroupNorm, group_size=config.group_norm) if config.group_norm else nn.ConvNorm
+def _conv_norm(config: RegNetConfig) -> Callable[..., nn.ConvNorm | nn.ConvGroupNorm]:
+    if not config.group_norm:
+        return nn.ConvNorm
+    return partial(nn.ConvGroupNorm, norm=lambda channels: nn.GroupNorm(channels // config.group_norm, channels))
 
 
 def _conv(
