@@ -1,6 +1,7 @@
 """ResNet is torchvision's and timm's: every variant's names and shapes; outputs, gradients and a training step of every
 option, running statistics included."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from tests.parity import (
     randomise,
 )
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 TORCHVISION_VARIANTS = [name for name in VARIANTS if name in torchvision.models.list_models()]
 KNOWN = {
     *("ResNet", "BasicBlock", "Bottleneck", "Sequential", "Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d", "Identity"),
@@ -209,12 +211,20 @@ def batch(channels: int, size: tuple[int, int] = (71, 62)) -> tuple[np.ndarray, 
     return images, torch.tensor(images).permute(0, 3, 1, 2)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_outputs_gradients_and_running_statistics(option, training):
+def assert_option_is_timms(option: str, *, training: bool) -> None:
     config, upstream = pair(option)
     size = (64, 96) if config.antialias == "average" else (71, 62)
     assert_same_results((FAMILY, config), upstream, batch(config.in_channels, size)[0], TIMM, training=training)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_outputs_gradients_and_running_statistics_in_training(option):
+    assert_option_is_timms(option, training=True)
+
+
+@pytest.mark.parametrize("option", ["basic with everything", "groups", "dilated from stride 8", "ResNet-RS"])
+def test_outputs_and_gradients_in_inference(option):
+    assert_option_is_timms(option, training=False)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnext50_32x4d", "wide_resnet50_2"])
@@ -266,23 +276,92 @@ def test_three_training_steps_with_momentum_equal_torchs():
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("option", "changes"),
     [
-        {"shortcut": "pool"},
-        {"stem": "deep", "stem_width": 32},
-        {"attention": "squeeze_excite"},
-        {"cardinality": 2, "base_width": 32},
-        {"block": "basic"},
-        {"in_channels": 1},
-        {"num_classes": 0},
-        {"depths": (1, 3, 1, 1)},
+        ("bottleneck", {"shortcut": "pool"}),
+        ("bottleneck", {"shortcut_kernel": 3}),
+        ("bottleneck", {"stem": "deep", "stem_width": 32}),
+        ("bottleneck", {"stem_pool": "conv"}),
+        ("bottleneck", {"attention": "squeeze_excite"}),
+        ("bottleneck", {"attention": "eca"}),
+        ("ResNet-RS", {"squeeze": 1 / 16}),
+        ("bottleneck", {"cardinality": 2, "base_width": 32}),
+        ("bottleneck", {"reduce_first": 2}),
+        ("bottleneck", {"block": "basic"}),
+        ("bottleneck", {"block": ("bottleneck", "bottleneck", "bottleneck", "basic")}),
+        ("bottleneck", {"norm_groups": 4}),
+        ("bottleneck", {"in_channels": 1}),
+        ("bottleneck", {"num_classes": 0}),
+        ("bottleneck", {"depths": (1, 3, 1, 1)}),
     ],
     ids=str,
 )
-def test_every_option_changes_what_fits(changes):
-    config, upstream = pair("bottleneck")
+def test_every_option_changes_what_fits(option, changes):
+    config, upstream = pair(option)
     with pytest.raises(CheckpointError, match="does not fit"):
         from_torch((FAMILY, replace(config, **changes)), upstream)
+
+
+@pytest.mark.parametrize(
+    ("option", "changes"),
+    [
+        ("bottleneck", {"output_stride": 16}),
+        ("bottleneck", {"antialias": "average"}),
+        ("averaged strides", {"antialias": "blur"}),
+        ("group norms", {"norm_groups": 2}),
+    ],
+    ids=str,
+)
+def test_every_other_option_changes_the_numbers(option, changes):
+    config, upstream = pair(option)
+    images, torch_images = batch(3, (64, 96))
+    theirs = upstream.eval()(torch_images)
+    for other, differs in ((config, False), (replace(config, **changes), True)):
+        outputs = jax.jit(jax.vmap(freeze(*from_torch((FAMILY, other), upstream))))(jnp.asarray(images))
+        with pytest.raises(AssertionError, match="relative error above") if differs else nullcontext():
+            assert_close(outputs, theirs, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block": "wide"}, "block='wide' is unknown; choose 'basic', 'bottleneck'"),
+        (
+            {"block": ("basic", "bottleneck")},
+            r"block=\('basic', 'bottleneck'\) differ in length; give one of each a stage",
+        ),
+        ({"depths": (1, 1)}, r"depths=\(1, 1\), widths=\(8, 12, 16, 24\) and block='bottleneck' differ in length"),
+        ({"block": "basic", "cardinality": 4}, "block='basic' has no groups, but cardinality=4"),
+        ({"attention": "squeeze"}, "attention='squeeze' is unknown; choose 'none', 'squeeze_excite', 'eca'"),
+        ({"squeeze": 16}, "squeeze=16 is no fraction of a block's channels; choose one such as 1 / 16"),
+        (
+            {"stem_pool": "conv", "antialias": "blur"},
+            "antialias='blur' has no max pool to smooth with stem_pool='conv'",
+        ),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(changes, message):
+    config, _ = pair("bottleneck")
+    with pytest.raises(ValueError, match=message):
+        replace(config, **changes)
+
+
+def test_averages_of_odd_maps_are_refused():
+    """Upstream can't add them to the shortcut either."""
+    config, upstream = pair("averaged strides")
+    images, torch_images = batch(3, (64, 72))
+    model = freeze(*from_torch((FAMILY, config), upstream))
+    with pytest.raises(ValueError, match="got a map of 8 x 9; resize the image to multiples of 32"):
+        eqx.filter_eval_shape(model, jnp.asarray(images[0]))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        upstream(torch_images)
+
+
+def test_group_norms_leave_no_state_to_carry():
+    config, _ = pair("group norms")
+    _, state = _skeleton(lambda key: ResNet(config, key=key))
+    assert not jax.tree.leaves(state)
 
 
 def test_a_file_without_batch_counters_loads():
