@@ -63,10 +63,13 @@ class ResNetConfig:
         check_choices(self)
         if not set(self.blocks) <= {*get_args(BlockKind)}:
             raise ValueError(f"ResNetConfig: block={self.block!r} is unknown; choose 'basic', 'bottleneck'")
-        if not len(self.depths) == len(self.widths) == len(self.blocks):
+        if len(self.depths) != len(self.widths):
             raise ValueError(
-                f"depths={self.depths}, widths={self.widths} and block={self.block!r} differ in length; "
-                f"give one of each a stage"
+                f"depths={self.depths} and widths={self.widths} differ in length; give one of each a stage"
+            )
+        if len(self.depths) != len(self.blocks):
+            raise ValueError(
+                f"depths={self.depths} and block={self.block} differ in length; give one kind a stage, or one for all"
             )
         if "basic" in self.blocks and (self.cardinality, self.base_width) != (1, 64):
             raise ValueError(

@@ -213,7 +213,8 @@ def batch(channels: int, size: tuple[int, int] = (71, 62)) -> tuple[np.ndarray, 
 
 def assert_option_is_timms(option: str, *, training: bool) -> None:
     config, upstream = pair(option)
-    size = (64, 96) if config.antialias == "average" else (71, 62)
+    # So small that float32 puts no activation of upstream's on the other side of zero.
+    size = (64, 32) if config.antialias == "average" else (47, 38)
     assert_same_results((FAMILY, config), upstream, batch(config.in_channels, size)[0], TIMM, training=training)
 
 
@@ -328,9 +329,9 @@ def test_every_other_option_changes_the_numbers(option, changes):
         ({"block": "wide"}, "block='wide' is unknown; choose 'basic', 'bottleneck'"),
         (
             {"block": ("basic", "bottleneck")},
-            r"block=\('basic', 'bottleneck'\) differ in length; give one of each a stage",
+            r"block=\('basic', 'bottleneck'\) differ in length; give one kind a stage",
         ),
-        ({"depths": (1, 1)}, r"depths=\(1, 1\), widths=\(8, 12, 16, 24\) and block='bottleneck' differ in length"),
+        ({"depths": (1, 1)}, r"depths=\(1, 1\) and widths=\(8, 12, 16, 24\) differ in length"),
         ({"block": "basic", "cardinality": 4}, "block='basic' has no groups, but cardinality=4"),
         ({"attention": "squeeze"}, "attention='squeeze' is unknown; choose 'none', 'squeeze_excite', 'eca'"),
         ({"squeeze": 16}, "squeeze=16 is no fraction of a block's channels; choose one such as 1 / 16"),
