@@ -29,6 +29,7 @@ from tests.parity import assert_close
 VIT = {"dim": 24, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32, "num_classes": 5}
 GAP = {"class_token": False, "prefix_positions": False, "pool": "avg", "fc_norm": True}
 RESNET = {"block": "basic", "depths": (1, 1, 2, 1), "widths": (8, 8, 16, 16), "num_classes": 5}
+BOTTLENECK = {**RESNET, "block": "bottleneck"}
 TIERED = {"stem": "tiered", "stem_width": 8, "shortcut": "pool"}
 
 CONFIGS = {
@@ -57,10 +58,14 @@ CONFIGS = {
     "resnet t": ResNetConfig(**RESNET, **TIERED),
     "resnet without head": ResNetConfig(**{**RESNET, "num_classes": 0}),
     "resnet of two channels": ResNetConfig(**RESNET, in_channels=2),
-    "seresnet": ResNetConfig(**RESNET, squeeze_excite=True),
-    "seresnext t": ResNetConfig(
-        **{**RESNET, "block": "bottleneck"}, **TIERED, squeeze_excite=True, cardinality=2, base_width=32
-    ),
+    "seresnet": ResNetConfig(**RESNET, attention="squeeze_excite"),
+    "seresnext t": ResNetConfig(**BOTTLENECK, **TIERED, attention="squeeze_excite", cardinality=2, base_width=32),
+    "senet": ResNetConfig(**BOTTLENECK, attention="squeeze_excite", reduce_first=2, shortcut_kernel=3),
+    "ecaresnet": ResNetConfig(**BOTTLENECK, attention="eca"),
+    "resnet-rs": ResNetConfig(**BOTTLENECK, **TIERED, attention="squeeze_excite", squeeze=0.25, stem_pool="conv"),
+    "resnet, averaged": ResNetConfig(**BOTTLENECK, antialias="average"),
+    "resnet, blurred": ResNetConfig(**RESNET, antialias="blur"),
+    "resnet, group norms": ResNetConfig(**{**RESNET, "widths": (32, 32, 32, 64)}, norm_groups=32),
 }
 
 
@@ -211,7 +216,7 @@ RESNET18 = {"block": "basic", "depths": (2, 2, 2, 2)}
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (ResNetConfig(**RESNET18, squeeze_excite=True), "squeeze_excite=True"),
+        (ResNetConfig(**RESNET18, attention="squeeze_excite"), "attention='squeeze_excite'"),
         (ResNetConfig(**RESNET18, in_channels=1), "in_channels=1"),
         (ResNetConfig(**RESNET18, num_classes=0), "num_classes=0"),
         (ResNetConfig(**RESNET18, shortcut="pool"), "shortcut='pool'"),

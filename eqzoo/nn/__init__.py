@@ -15,6 +15,7 @@ from eqzoo.nn.attention import split_heads as split_heads
 from eqzoo.nn.attention_pool import AttentionPool as AttentionPool
 from eqzoo.nn.conv import Conv2d as Conv2d
 from eqzoo.nn.conv import conv2d as conv2d
+from eqzoo.nn.conv_norm import ConvGroupNorm as ConvGroupNorm
 from eqzoo.nn.conv_norm import ConvNorm as ConvNorm
 from eqzoo.nn.conv_norm import in_turn as in_turn
 from eqzoo.nn.dropout import Dropout as Dropout
@@ -43,6 +44,7 @@ from eqzoo.nn.patch import PatchEmbed as PatchEmbed
 from eqzoo.nn.pool import MaxPool as MaxPool
 from eqzoo.nn.pool import adaptive_avg_pool as adaptive_avg_pool
 from eqzoo.nn.pool import avg_pool as avg_pool
+from eqzoo.nn.pool import blur_pool as blur_pool
 from eqzoo.nn.pool import global_avg_pool as global_avg_pool
 from eqzoo.nn.pool import max_pool as max_pool
 from eqzoo.nn.position import resample_positions as resample_positions
@@ -55,6 +57,7 @@ from eqzoo.nn.pyramid import FeaturePyramid as FeaturePyramid
 from eqzoo.nn.renormalise import renormalise as renormalise
 from eqzoo.nn.resize import resize_bilinear as resize_bilinear
 from eqzoo.nn.resize import resize_nearest as resize_nearest
+from eqzoo.nn.scale import EfficientChannelAttention as EfficientChannelAttention
 from eqzoo.nn.scale import LayerScale as LayerScale
 from eqzoo.nn.scale import SqueezeExcite as SqueezeExcite
 from eqzoo.nn.scale import round_channels as round_channels

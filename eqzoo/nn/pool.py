@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from eqzoo.nn._conv_primitives import Pair, Shape
 from eqzoo.nn._precision import at_least_float32
-from eqzoo.nn.conv import as_pair, same_tf_padding
+from eqzoo.nn.conv import as_pair, conv2d, same_tf_padding
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,16 @@ def avg_pool(
         for n, k, s, p, count in zip(x.shape[:2], window, stride, padding, windows.count, strict=True)
     )
     return (total / jnp.asarray(np.multiply.outer(rows, columns)[:, :, None], total.dtype)).astype(x.dtype)
+
+
+def blur_pool(
+    x: Float[Array, "height width channels"], *, stride: int
+) -> Float[Array, "out_height out_width channels"]:
+    """Every `stride`-th pixel of the image smoothed by a binomial filter (Zhang, 2019); the border is mirrored."""
+    channels = x.shape[-1]
+    taps = np.outer([1, 2, 1], [1, 2, 1]) / 16
+    weight = jnp.broadcast_to(jnp.asarray(taps, x.dtype), (channels, 1, 3, 3))
+    return conv2d(jnp.pad(x, ((1, 1), (1, 1), (0, 0)), mode="reflect"), weight, stride=stride, groups=channels)
 
 
 def adaptive_avg_pool(

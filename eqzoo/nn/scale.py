@@ -1,14 +1,15 @@
 """Layers that rescale: a learned factor per channel, and one computed from the image itself."""
 
 from collections.abc import Callable
+from math import log2
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqzoo.nn._init import Init
-from eqzoo.nn.conv import Conv2d
+from eqzoo.nn._init import Init, weight_and_bias
+from eqzoo.nn.conv import Conv2d, conv2d
 from eqzoo.nn.pool import global_avg_pool
 
 
@@ -57,3 +58,22 @@ class SqueezeExcite(eqx.Module):
     def __call__(self, x: Float[Array, "height width channels"]) -> Float[Array, "height width channels"]:
         pooled = global_avg_pool(x)[None, None]
         return x * self.gate(self.fc2(self.activation(self.fc1(pooled))))
+
+
+class EfficientChannelAttention(eqx.Module):
+    """Rescales each channel by a gate computed from its own and its neighbours' global averages (Wang et al., 2019).
+
+    How many neighbours follows from the number of channels. The weight is that of torch's `Conv1d`.
+    """
+
+    weight: Float[Array, "1 1 size"]
+
+    def __init__(self, channels: int, *, key: PRNGKeyArray):
+        half = int((log2(channels) + 1) / 2)
+        size = max(half // 2 * 2 + 1, 3)
+        self.weight, _ = weight_and_bias(key, (1, 1, size), None, use_bias=False)
+
+    def __call__(self, x: Float[Array, "height width channels"]) -> Float[Array, "height width channels"]:
+        column = global_avg_pool(x)[:, None, None]
+        scores = conv2d(column, self.weight[..., None], padding=(self.weight.shape[2] // 2, 0))
+        return x * jax.nn.sigmoid(scores[:, 0, 0])

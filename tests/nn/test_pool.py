@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eqzoo.nn.pool import MaxPool, adaptive_avg_pool, avg_pool, global_avg_pool, max_pool
+from eqzoo.nn.pool import MaxPool, adaptive_avg_pool, avg_pool, blur_pool, global_avg_pool, max_pool
 
 
 def image(*shape, ties=False):
@@ -51,6 +51,14 @@ def test_pools_equal_torch(window, padding, dilation, stride, ceil_mode):
         ours = partial(avg_pool, window=window, count_include_pad=include, **options)
         torchs = partial(functional.avg_pool2d, kernel_size=window, count_include_pad=include, **options)
         assert_equals_torch(ours, torchs, image(8, 5, 2))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("size", [(7, 10), (2, 3)])
+def test_blur_pool_is_timms(size, stride):
+    from timm.layers import BlurPool2d
+
+    assert_equals_torch(partial(blur_pool, stride=stride), BlurPool2d(3, stride=stride), image(*size, 3))
 
 
 @pytest.mark.parametrize("size", [(2, 5), (1, 4)])

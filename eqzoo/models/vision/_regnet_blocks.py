@@ -14,37 +14,6 @@ from eqzoo.nn._init import kaiming_fan_out
 bare_conv = partial(nn.Conv2d, use_bias=False, init=kaiming_fan_out)
 
 
-class ConvGroupNorm(eqx.Module):
-    """`nn.ConvNorm` with a group norm; it hands the state through."""
-
-    conv: nn.Conv2d
-    norm: nn.GroupNorm
-    activation: Callable[[Array], Array] | None = eqx.field(static=True)
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        *,
-        group_size: int,
-        stride: int = 1,
-        groups: int = 1,
-        activation: Callable[[Array], Array] | None = None,
-        key: PRNGKeyArray,
-    ):
-        conv = partial(bare_conv, stride=stride, padding=kernel_size // 2, groups=groups)
-        self.conv = conv(in_channels, out_channels, kernel_size, key=key)
-        self.norm = nn.GroupNorm(out_channels // group_size, out_channels)
-        self.activation = activation
-
-    def __call__(
-        self, x: Float[Array, "height width channels"], state: eqx.nn.State
-    ) -> tuple[Float[Array, "out_height out_width out"], eqx.nn.State]:
-        y = self.norm(self.conv(x))
-        return (y if self.activation is None else self.activation(y)), state
-
-
 class PreBlock(eqx.Module):
     """A block's convolutions, each after its norm and activation; the shortcut starts behind the first of these."""
 

@@ -15,7 +15,6 @@ from typing import Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -146,7 +145,7 @@ class DenseNet(eqx.Module):
         keys = iter(nn.split_key(key, sum(self.config.layers)))
         y, state = nn.in_turn(self.stem, x, state)
         if self.config.blur:
-            y = _blur_pool(nn.max_pool(y, 3, stride=1, padding=1))
+            y = nn.blur_pool(nn.max_pool(y, 3, stride=1, padding=1), stride=2)
         else:
             y = nn.max_pool(y, 3, stride=2, padding=1)
         maps = []
@@ -184,14 +183,6 @@ def _stem(config: DenseNetConfig, width: int, *, key: PRNGKeyArray) -> tuple[nn.
         make(config.growth_rate, config.growth_rate, 3, key=key2),
         make(config.growth_rate, width, 3, key=key3),
     )
-
-
-def _blur_pool(x: Float[Array, "height width channels"]) -> Float[Array, "out_height out_width channels"]:
-    """Every other pixel of the image smoothed by a binomial filter; the border is mirrored."""
-    channels = x.shape[-1]
-    taps = np.outer([1, 2, 1], [1, 2, 1]) / 16
-    weight = jnp.broadcast_to(jnp.asarray(taps, x.dtype), (channels, 1, 3, 3))
-    return nn.conv2d(jnp.pad(x, ((1, 1), (1, 1), (0, 0)), mode="reflect"), weight, stride=2, groups=channels)
 
 
 VARIANTS = {

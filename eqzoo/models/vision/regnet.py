@@ -21,7 +21,7 @@ from eqzoo import nn
 from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint import adapt
 from eqzoo.models._family import Family
-from eqzoo.models.vision._regnet_blocks import ConvGroupNorm, PreBlock, bare_conv, halved, optional_gate
+from eqzoo.models.vision._regnet_blocks import PreBlock, bare_conv, halved, optional_gate
 from eqzoo.models.vision._regnet_upstream import UPSTREAMS
 from eqzoo.models.vision._regnet_variants import ROWS
 from eqzoo.nn._init import normal
@@ -88,9 +88,9 @@ class RegNetConfig:
 class Block(eqx.Module):
     """1x1, grouped 3x3, and 1x1 convolutions, beside a shortcut; squeeze-and-excitation comes before the last."""
 
-    layers: tuple[nn.ConvNorm | ConvGroupNorm | nn.SqueezeExcite, ...]
-    shortcut: nn.ConvNorm | ConvGroupNorm | None
-    pooled_shortcut: nn.ConvNorm | ConvGroupNorm | None
+    layers: tuple[nn.ConvNorm | nn.ConvGroupNorm | nn.SqueezeExcite, ...]
+    shortcut: nn.ConvNorm | nn.ConvGroupNorm | None
+    pooled_shortcut: nn.ConvNorm | nn.ConvGroupNorm | None
     drop_path: nn.DropPath
     activation: Callable[[Array], Array] | None = eqx.field(static=True)
     is_residual: bool = eqx.field(static=True)
@@ -138,9 +138,9 @@ class Block(eqx.Module):
 
 
 class RegNet(eqx.Module):
-    stem: nn.ConvNorm | ConvGroupNorm | nn.Conv2d
+    stem: nn.ConvNorm | nn.ConvGroupNorm | nn.Conv2d
     stages: tuple[nn.Stage[Block], ...] | tuple[nn.Stage[PreBlock], ...]
-    last: nn.ConvNorm | ConvGroupNorm | None
+    last: nn.ConvNorm | nn.ConvGroupNorm | None
     dropout: nn.Dropout
     head: nn.Linear | None
     config: RegNetConfig = eqx.field(static=True)
@@ -202,8 +202,10 @@ class RegNet(eqx.Module):
         return pooled if self.head is None else self.head(pooled), state
 
 
-def _conv_norm(config: RegNetConfig) -> Callable[..., nn.ConvNorm | ConvGroupNorm]:
-    return partial(ConvGroupNorm, group_size=config.group_norm) if config.group_norm else nn.ConvNorm
+def _conv_norm(config: RegNetConfig) -> Callable[..., nn.ConvNorm | nn.ConvGroupNorm]:
+    if not config.group_norm:
+        return nn.ConvNorm
+    return partial(nn.ConvGroupNorm, norm=lambda channels: nn.GroupNorm(channels // config.group_norm, channels))
 
 
 def _pre_block(config: RegNetConfig, in_channels: int, width: int, *, stride: int, key: PRNGKeyArray) -> PreBlock:

@@ -19,7 +19,7 @@ from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint import BATCH_NORM, Rule, Transform, adapt, prefixed
 from eqzoo.models._backbone import feature_channels, feature_maps, make_backbone
 from eqzoo.models._family import Family, Options, Upstream
-from eqzoo.models.vision import resnet
+from eqzoo.models.vision import _resnet_upstream as resnet
 
 
 @dataclass(frozen=True, kw_only=True)
