@@ -359,6 +359,12 @@ ROWS = (
         read_out=lambda model, features: eqzoo.nn.resize_bilinear(model.head(features[-1]), (40, 64)),
         vanishing=r"aux_.*",  # the main logits don't need it
     ),
+    Row(
+        model=eqzoo.UNet,
+        config=eqzoo.UNetConfig(backbone="test_efficientnet", widths=(16, 8, 8, 8, 8), num_classes=8),
+        example=_image(37, 50, 3),
+        read_out=lambda model, features: model.head(features[-1]),
+    ),
 )
 
 

@@ -280,7 +280,7 @@ V4 = (
 DILATED = (
     "er_r1_k3_s2_e4_c8",
     "ir_r1_k3.5_s2_e4_c16",
-    "ds_r2_k5_s2_c16 cn_r1_k3_s1_c16",
+    "ds_r2_k3.5_s2_c16 cn_r1_k3_s1_c16",
     "uir_r3_a3_k5_s2_e2_c16 mqa_r1_k3_h2_s1_v2_d8_c16 uir_r1_a3_k0_s1_e2_c16",
 )
 CASES: dict[str, tuple[tuple[str, ...], type, dict[str, Any], dict[str, Any]]] = {
