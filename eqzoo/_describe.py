@@ -107,10 +107,16 @@ def _torchvision_name(source: str | os.PathLike) -> str | None:
 
 def _from_torchvision(source: str) -> Description:
     name = source.removeprefix("torchvision/")
-    family, config = variant(f"torchvision/{name.partition('.')[0]}")
+    facts, architecture = torchvision_facts()[name], f"torchvision/{name.partition('.')[0]}"
+    family, config = variant(architecture)
+    fields = {}
     if "image_size" in {field.name for field in dataclasses.fields(config)}:
-        config = dataclasses.replace(config, image_size=torchvision_facts()[name]["min_size"][0])
-    return Description(source, family, config)
+        fields["image_size"] = facts["min_size"][0]
+    if options := facts.get("options"):
+        known = (upstream for naming, upstream in family.upstreams.items() if naming.startswith("torchvision"))
+        names = (architecture, architecture.removeprefix("torchvision/"))
+        fields |= next(each for each in known if any(map(each.has, names))).options.read(options)
+    return Description(source, family, dataclasses.replace(config, **fields))
 
 
 def _guarded(read: Callable[[], Description], about: str) -> Description:

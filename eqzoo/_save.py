@@ -48,18 +48,19 @@ def export(
     model: Any,
     state: eqx.nn.State | None = None,
     *,
-    format: Literal["timm", "torchvision", "transformers"],
+    format: Literal["timm", "torchvision", "transformers", "smp"],
 ) -> None:
     """Write a zoo model as one of these libraries would, so that it loads there and computes the same.
 
     A `path` that ends in `.safetensors` or `.pth` becomes a file with the state dict; any other a folder with
     `config.json` too, for `timm.create_model("local-dir:PATH", pretrained=True)` or transformers' `from_pretrained`.
-    torchvision has files only. What isn't part of a model, such as its preprocessing or a tokenizer, isn't written.
+    torchvision and smp (segmentation_models_pytorch) have files only. What isn't part of a model, such as its
+    preprocessing or a tokenizer, isn't written.
     """
     merged, model = _with_state("export", model, state)
     path = Path(path)
-    if format == "torchvision" and path.suffix not in (".safetensors", ".pth"):
-        raise ValueError(f"export: torchvision has no folders; let {path} end in .pth or .safetensors")
+    if format in ("torchvision", "smp") and path.suffix not in (".safetensors", ".pth"):
+        raise ValueError(f"export: {format} has no folders; let {path} end in .pth or .safetensors")
     family = family_of(model)
     if family is None:
         raise ValueError(
@@ -137,7 +138,7 @@ def _unsaid(upstream: Upstream, format: str, base: Any, config: Any) -> set[str]
     for field in changed_fields(base, config):
         value = getattr(config, field)
         said = field in upstream.options.config_fields
-        if format == "torchvision" and value == 0:  # its models always have a head
+        if format in ("torchvision", "smp") and value == 0:  # their models always have a head
             said = False
         if format == "timm" and isinstance(value, tuple) and len(value) != len(getattr(base, field)):
             said = False  # its models have a fixed number of stages

@@ -64,7 +64,8 @@ as width and depth; the last line says how many structures have a row.
 def cases() -> dict[str, Callable[[], Any]]:
     """Each upstream name, and what makes its model there."""
     found = {}
-    for name in sorted({key.partition(".")[0] for key in torchvision_facts()}):
+    classifiers = {key.partition(".")[0] for key, facts in torchvision_facts().items() if "top1" in facts}
+    for name in sorted(classifiers):
         found[f"torchvision/{name}"] = lambda name=name: torchvision.models.get_model(name)
     for family in families():
         for upstream in (each for naming, each in family.upstreams.items() if naming.startswith("timm")):

@@ -1,5 +1,6 @@
 """Which model a source holds: what timm and eqzoo say of it is understood, and nonsense is refused quickly."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -82,6 +83,8 @@ def test_every_source_of_torchvision_is_described(source):
     usual = variant(f"torchvision/{name}")[1]
     if weights.startswith("IMAGENET1K_SWAG_E2E") and name.startswith("vit"):
         assert config.image_size == {"vit_b_16": 384, "vit_l_16": 512, "vit_h_14": 518}[name]
+    elif name.startswith(("fcn_", "deeplabv3_")):  # published with the head that helped in training
+        assert config == dataclasses.replace(usual, aux_head=True)
     else:
         assert config == usual
 

@@ -75,6 +75,11 @@ def kaiming_fan_out_of_groups(groups: int) -> Init:
     return lambda key, shape: normal(key, shape, sqrt(2 * groups / (shape[0] * prod(shape[2:]))))
 
 
+def kaiming_uniform(key: PRNGKeyArray, shape: Sequence[int]) -> Float[Array, "..."]:
+    """He et al. (2015) for ReLU, uniform, by the number of inputs."""
+    return uniform(key, shape, sqrt(6 / prod(shape[1:])))
+
+
 def xavier(key: PRNGKeyArray, shape: Sequence[int]) -> Float[Array, "..."]:
     """Glorot and Bengio (2010): uniform, by the number of inputs and outputs together."""
     return uniform(key, shape, sqrt(6 / ((shape[0] + shape[1]) * prod(shape[2:]))))

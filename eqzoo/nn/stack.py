@@ -127,10 +127,20 @@ class Stage(eqx.Module, Generic[Block]):
     def with_state(
         self, x: Float[Array, "*axes"], state: eqx.nn.State, *, each: PyTree = None, key: PRNGKeyArray | None = None
     ) -> tuple[Float[Array, "*out_axes"], eqx.nn.State]:
+        (_, x), state = self.first_and_last(x, state, each=each, key=key)
+        return x, state
+
+    def first_and_last(
+        self, x: Float[Array, "*axes"], state: eqx.nn.State, *, each: PyTree = None, key: PRNGKeyArray | None = None
+    ) -> tuple[tuple[Float[Array, "*out_axes"], Float[Array, "*out_axes"]], eqx.nn.State]:
+        """As `with_state`, and what the first block put out beside what the last did."""
         key_first, key_rest = split_key(key, 2)
         first, rest = _first_and_rest(each)
         x, state = _stateful_step(self.first, x, (state, first, key_first))
-        return (x, state) if self.rest is None else self.rest.with_state(x, state, each=rest, key=key_rest)
+        if self.rest is None:
+            return (x, x), state
+        y, state = self.rest.with_state(x, state, each=rest, key=key_rest)
+        return (x, y), state
 
 
 def _first_and_rest(each: PyTree) -> tuple[PyTree, PyTree]:

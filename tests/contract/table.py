@@ -362,6 +362,12 @@ ROWS = (
         # the main logits don't need it; or the next batch norm takes it off, for dilations are larger than the map
         vanishing=r"aux_.*|backbone\.norm\.(weight|bias)|backbone\.stages\.3\.blocks\[\*\]\.fc2\.bias",
     ),
+    Row(
+        model=eqzoo.UNet,
+        config=eqzoo.UNetConfig(backbone="test_efficientnet", widths=(16, 8, 8, 8, 8), num_classes=8),
+        example=_image(37, 50, 3),
+        read_out=lambda model, features: model.head(features[-1]),
+    ),
 )
 
 # A family of each kind: of plain layers, with running statistics, of stacked blocks, and of text.

@@ -14,10 +14,11 @@ from tests.parity import assert_close
 
 @pytest.mark.parametrize("depthwise", [True, False])
 @pytest.mark.parametrize(("padding", "theirs"), [(None, ""), ("same_tf", "same")])
-def test_mixed_conv_is_timms(depthwise, padding, theirs):
+@pytest.mark.parametrize("options", [{"stride": 2}, {"dilation": 2}], ids=str)
+def test_mixed_conv_is_timms(depthwise, padding, theirs, options):
     sizes, out = (3, 5, 7), 11 if depthwise else 8
-    upstream = TimmMixedConv2d(11, out, list(sizes), stride=2, padding=theirs, depthwise=depthwise, bias=False)
-    ours = nn.MixedConv2d(11, out, sizes, stride=2, padding=padding, depthwise=depthwise, key=jax.random.key(0))
+    upstream = TimmMixedConv2d(11, out, list(sizes), padding=theirs, depthwise=depthwise, bias=False, **options)
+    ours = nn.MixedConv2d(11, out, sizes, padding=padding, depthwise=depthwise, key=jax.random.key(0), **options)
     weights = [jnp.asarray(conv.weight.detach().numpy()) for conv in upstream.values()]
     assert [conv.weight.shape for conv in ours.convs] == [weight.shape for weight in weights]
     ours = eqx.tree_at(lambda ours: [conv.weight for conv in ours.convs], ours, weights)

@@ -65,6 +65,10 @@ class MobileNetConfig:
     width of a block's gate is its `squeeze` by the width of the block's "input" or of the "expanded" channels that it
     gates, rounded to a multiple of `squeeze_divisor` (the next if that is below `squeeze_limit` of it); its activation
     is the block's if none is named.
+
+    `output_stride` is how many times smaller than the image the last map is: below 32, the last stages dilate their
+    filters instead of striding, from the block that would have strided on with `dilate_at_once` (torchvision), or
+    else from the one after it (timm).
     """
 
     stages: tuple[tuple[Any, ...], ...]
@@ -82,6 +86,8 @@ class MobileNetConfig:
     squeeze_activation: str | None = None
     squeeze_gate: Literal["sigmoid", "hard_sigmoid"] = "sigmoid"
     layer_scale: float | None = None
+    output_stride: Literal[8, 16, 32] = 32
+    dilate_at_once: bool = False
     dropout: float = 0.0
     drop_path: float = 0.0
     in_channels: int = 3

@@ -458,8 +458,8 @@ _TV_SLOW: dict[str, Any] = {"norm_eps": 1e-3, "norm_momentum": 0.01}
 
 _IN_TORCHVISION: dict[str, MobileNetConfig] = {
     "mobilenet_v2": _v2(**_TV),
-    "mobilenet_v3_large": MobileNetConfig(stages=_V3_LARGE, **_V3, **_TV, **_TV_SLOW),
-    "mobilenet_v3_small": MobileNetConfig(stages=_V3_SMALL, **_V3_SMALL_TOP, **_TV, **_TV_SLOW),
+    "mobilenet_v3_large": MobileNetConfig(stages=_V3_LARGE, dilate_at_once=True, **_V3, **_TV, **_TV_SLOW),
+    "mobilenet_v3_small": MobileNetConfig(stages=_V3_SMALL, dilate_at_once=True, **_V3_SMALL_TOP, **_TV, **_TV_SLOW),
     "mnasnet0_5": _mnasnet(0.5, **_TV_MNASNET),
     "mnasnet0_75": _mnasnet(0.75, **_TV_MNASNET),
     "mnasnet1_0": _mnasnet(1.0, **_TV_MNASNET),

@@ -1,4 +1,4 @@
-"""What timm adds to RegNet: V's block, which normalises and activates before each convolution, and group norms."""
+"""What timm adds to RegNet: V's block, which normalises and activates before each convolution."""
 
 from collections.abc import Callable
 from functools import partial

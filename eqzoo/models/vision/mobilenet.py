@@ -58,15 +58,19 @@ class MobileNet(eqx.Module):
         self.stem = conv(
             config.in_channels, config.stem_width, config.stem_kernel, stride=2, activation=activation, key=key_stem
         )
-        stages, channels = [], config.stem_width
+        stages, channels, total, dilation = [], config.stem_width, 2, 1
         for index, stage in enumerate(config.stages):
             blocks = []
             for number, run in enumerate(stage):
-                make = partial(_block, config, run)
+                make, before, stride = partial(_block, config, run), dilation, run.stride
+                if total * stride > config.output_stride:
+                    dilation, stride = dilation * stride, 1
+                total *= stride
+                first = dilation if config.dilate_at_once else before
                 blocks.append(
                     nn.Stage(
-                        lambda key: make(channels, run.stride, key=key),
-                        lambda key: make(run.channels, 1, key=key),
+                        lambda key: make(channels, stride, first, key=key),
+                        lambda key: make(run.channels, 1, dilation, key=key),
                         run.repeats,
                         key=jax.random.fold_in(jax.random.fold_in(key_stages, index), number),
                     )
@@ -102,17 +106,37 @@ class MobileNet(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> tuple[tuple[Float[Array, "_ _ _"], ...], eqx.nn.State]:
         """The last feature map of each size: at 1/2, 1/4, 1/8, 1/16 and 1/32 of the image's, in most variants."""
-        maps = []
-        x, state = self.stem(x, state)
-        runs = list(self.config.runs)
-        depths = nn.block_depths([run.repeats for run in runs], endpoint=False)
-        blocks = [run for stage in self.stages for run in stage if run is not None]
-        ends = np.cumsum([len(stage) for stage in self.config.stages])
-        for index, key_run in enumerate(nn.split_key(key, len(runs))):
-            if runs[index].stride > 1 and index in (0, *ends):
-                maps.append(x)
-            x, state = blocks[index].with_state(x, state, each=depths[index], key=key_run)
-        return (*maps, x), state
+        stem, maps, state = self._maps_of_runs(x, state, key=key)
+        *before, last = stem, *(last for _, last in maps)
+        starts = (0, *np.cumsum([len(stage) for stage in self.config.stages]))
+        ends = [before[index] for index, run in enumerate(self.config.runs) if run.stride > 1 and index in starts]
+        return (*ends, last), state
+
+    @typed
+    def first_features(
+        self,
+        x: Float[Array, "height width {self.config.in_channels}"],
+        state: eqx.nn.State,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[tuple[Float[Array, "_ _ _"], ...], eqx.nn.State]:
+        """The first feature map of each size, and the last of all: what torchvision's decoders read."""
+        stem, maps, state = self._maps_of_runs(x, state, key=key)
+        firsts = [first for (first, _), run in zip(maps, self.config.runs, strict=True) if run.stride > 1]
+        return (stem, *firsts, maps[-1][1]), state
+
+    def _maps_of_runs(
+        self, x: Float[Array, "height width channels"], state: eqx.nn.State, *, key: PRNGKeyArray | None
+    ) -> tuple[Array, list[tuple[Array, Array]], eqx.nn.State]:
+        """The stem's map, and of each run what its first and its last block put out."""
+        stem, state = self.stem(x, state)
+        x, maps = stem, []
+        runs = [run for stage in self.stages for run in stage if run is not None]
+        depths = nn.block_depths([run.repeats for run in self.config.runs], endpoint=False)
+        for run, each, key_run in zip(runs, depths, nn.split_key(key, len(runs)), strict=True):
+            (first, x), state = run.first_and_last(x, state, each=each, key=key_run)
+            maps.append((first, x))
+        return stem, maps, state
 
     @typed
     def __call__(
@@ -153,6 +177,7 @@ def _conv_norm(
     kernel: int | tuple[int, ...],
     *,
     stride: int = 1,
+    dilation: int = 1,
     groups: int = 1,
     activation: Callable[[Array], Array] | None = None,
     init: Init | None = None,
@@ -162,6 +187,7 @@ def _conv_norm(
     options = {
         "stride": stride,
         "padding": None if config.padding == "centred" else config.padding,
+        "dilation": dilation,
         "activation": activation,
         "eps": config.norm_eps,
         "momentum": config.norm_momentum,
@@ -192,12 +218,14 @@ def _gate(
     return make
 
 
-def _block(config: MobileNetConfig, run: Run, in_channels: int, stride: int, *, key: PRNGKeyArray) -> Block:
+def _block(
+    config: MobileNetConfig, run: Run, in_channels: int, stride: int, dilation: int, *, key: PRNGKeyArray
+) -> Block:
     activation = nn.activation(run.activation or config.activation)
     has_shortcut = run.shortcut and stride == 1 and in_channels == run.channels
     common: dict[str, Any] = {
         "drop_path": nn.DropPath(config.drop_path) if has_shortcut else None,
-        "conv": partial(_conv_norm, config),
+        "conv": partial(_conv_norm, config, dilation=dilation),
         "key": key,
     }
     if run.kind == "attention":
@@ -351,13 +379,13 @@ def _torchvision_efficientnet(stages: int) -> tuple[Rule, ...]:
 
 
 def _torchvision_mobilenet(name: str, block: Callable[[Run], tuple[Rule, ...]]) -> tuple[Rule, ...]:
-    """`features` are the stem and then all blocks in a row, whatever their stage."""
+    """The stem and then all blocks in a row, whatever their stage."""
     config = VARIANTS[name]
     runs = [run for run in config.runs for _ in range(run.repeats)]
-    rules = _torchvision_conv(r"features\.0", "stem")
+    rules = _torchvision_conv("0", "stem")
     for number, (run, (stage, start, position)) in enumerate(zip(runs, config.blocks, strict=True), start=1):
         target = f"stages.{stage}.{start}." + (f"rest[{position - 1}]." if position else "first.")
-        rules += prefixed(rf"features\.{number}\.", target, block(run))
+        rules += prefixed(rf"{number}\.", target, block(run))
     return rules
 
 
@@ -389,14 +417,18 @@ def _torchvision_v3_block(run: Run) -> tuple[Rule, ...]:
 
 _TOP = len(list(VARIANTS["mobilenet_v2"].blocks)) + 1
 TORCHVISION_V2 = (
-    *_torchvision_mobilenet("mobilenet_v2", _torchvision_v2_block),
+    *prefixed(r"features\.", "", _torchvision_mobilenet("mobilenet_v2", _torchvision_v2_block)),
     *_torchvision_conv(rf"features\.{_TOP}", "top_conv"),
     Rule(r"classifier\.1\.(weight|bias)", "head.{0}"),
 )
 
 _V3_TOP = (Rule(r"classifier\.0\.(weight|bias)", "top_linear.{0}"), Rule(r"classifier\.3\.(weight|bias)", "head.{0}"))
-TORCHVISION_V3_LARGE = (*_torchvision_mobilenet("mobilenet_v3_large", _torchvision_v3_block), *_V3_TOP)
-TORCHVISION_V3_SMALL = (*_torchvision_mobilenet("mobilenet_v3_small", _torchvision_v3_block), *_V3_TOP)
+TORCHVISION_V3_LARGE_FEATURES = _torchvision_mobilenet("mobilenet_v3_large", _torchvision_v3_block)
+TORCHVISION_V3_LARGE = (*prefixed(r"features\.", "", TORCHVISION_V3_LARGE_FEATURES), *_V3_TOP)
+TORCHVISION_V3_SMALL = (
+    *prefixed(r"features\.", "", _torchvision_mobilenet("mobilenet_v3_small", _torchvision_v3_block)),
+    *_V3_TOP,
+)
 
 _MNASNET_BLOCK = (
     *(Rule(r"layers\.0\.weight", "expand.conv.weight"), *_norm(r"layers\.1", "expand")),
@@ -428,6 +460,7 @@ TIMM_OPTIONS = Options(
         "pad_type": Option("padding", {"": "centred", "same": "same_tf"}),
         "bn_eps": "norm_eps",
         "bn_momentum": "norm_momentum",
+        "output_stride": "output_stride",
         "in_chans": "in_channels",
         "num_classes": "num_classes",
     },

@@ -264,9 +264,21 @@ class ResNet(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> tuple[tuple[Float[Array, "_ _ _"], ...], eqx.nn.State]:
         """The feature map of each stage, at 1/4, 1/8, 1/16 and 1/32 of the image's size."""
-        maps = []
-        y, state = self.stem(x, state)
-        y, state = self._pooled(y, state)
+        (_, *maps), state = self.features_and_stem(x, state)
+        return tuple(maps), state
+
+    @typed
+    def features_and_stem(
+        self,
+        x: Float[Array, "height width {self.config.in_channels}"],
+        state: eqx.nn.State,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[tuple[Float[Array, "_ _ _"], ...], eqx.nn.State]:
+        """The stem's map, at half the image's size, before those of the stages."""
+        stem, state = self.stem(x, state)
+        y, state = self._pooled(stem, state)
+        maps = [stem]
         for stage in self.stages:
             y, state = stage.with_state(y, state)
             maps.append(y)

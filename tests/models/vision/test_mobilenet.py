@@ -196,13 +196,17 @@ def test_timm_variant_has_the_same_options_names_and_shapes(name):
 
 # One of each way in which stages take their strides.
 @pytest.mark.parametrize(
-    "name", ["mobilenetv1_100", "mobilenetv3_small_100", "test_efficientnet", "mobilenetv4_conv_small", "mixnet_s"]
+    ("name", "output_stride"),
+    [
+        *(("mobilenetv1_100", 32), ("mobilenetv3_small_100", 32), ("test_efficientnet", 32)),
+        *(("mobilenetv4_conv_small", 32), ("mixnet_s", 32), ("test_efficientnet", 8)),
+    ],
 )
-def test_feature_maps_are_timms(name):
+def test_feature_maps_are_timms(name, output_stride):
     with torch.device("meta"):
-        upstream = timm.create_model(name)
+        upstream = timm.create_model(name, **({} if output_stride == 32 else {"output_stride": output_stride}))
     theirs = [(each["num_chs"], each["reduction"]) for each in upstream.feature_info]
-    assert feature_sizes(TIMM_VARIANTS[name]) == theirs
+    assert feature_sizes(replace(TIMM_VARIANTS[name], output_stride=output_stride)) == theirs
 
 
 def feature_sizes(config: MobileNetConfig) -> list[tuple[int, int]]:
@@ -276,6 +280,12 @@ V4 = (
     " uir_r1_a0_k0_s1_e2_c16",
     "uir_r1_a3_k0_s2_e2_c24 mqa_r1_k3_h4_s1_d8_c24 cn_r1_k1_s1_c32",
 )
+DILATED = (
+    "er_r1_k3_s2_e4_c8",
+    "ir_r1_k3.5_s2_e4_c16",
+    "ds_r2_k3.5_s2_c16 cn_r1_k3_s1_c16",
+    "uir_r3_a3_k5_s2_e2_c16 mqa_r1_k3_h2_s1_v2_d8_c16 uir_r1_a3_k0_s1_e2_c16",
+)
 CASES: dict[str, tuple[tuple[str, ...], type, dict[str, Any], dict[str, Any]]] = {
     "without a top": (
         V1,
@@ -321,6 +331,7 @@ CASES: dict[str, tuple[tuple[str, ...], type, dict[str, Any], dict[str, Any]]] =
             ),
         },
     ),
+    "dilated": (DILATED, TimmEfficientNet, {"output_stride": 8}, {"output_stride": 8}),
     "V3 without a bias": (
         V3,
         MobileNetV3,
@@ -390,7 +401,16 @@ def test_every_option_changes_what_fits(changes):
     ids=str,
 )
 def test_every_other_option_changes_the_outputs(changes):
-    config, upstream = timm_pair("fused, as TensorFlow pads")
+    assert_changes_the_outputs("fused, as TensorFlow pads", changes)
+
+
+@pytest.mark.parametrize("changes", [{"output_stride": 16}, {"dilate_at_once": True}], ids=str)
+def test_every_way_to_dilate_changes_the_outputs(changes):
+    assert_changes_the_outputs("dilated", changes)
+
+
+def assert_changes_the_outputs(case: str, changes: dict[str, Any]) -> None:
+    config, upstream = timm_pair(case)
     outputs = []
     for each in (config, replace(config, **changes)):
         model, state = from_torch((only("timm"), each), upstream)

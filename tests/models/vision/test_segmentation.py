@@ -1,6 +1,7 @@
-"""FCN and DeepLabV3 are torchvision's: names, shapes, outputs of every pixel, gradients, running statistics."""
+"""FCN, DeepLabV3 and LR-ASPP are torchvision's: names, shapes, every pixel's logits, gradients, running statistics."""
 
 from dataclasses import replace
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 import timm
 import torch
-from torchvision.models import get_model
+import torchvision
+from torchvision.models import get_model, get_model_weights, list_models
 from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.models.segmentation._utils import _SimpleSegmentationModel
 from torchvision.models.segmentation.deeplabv3 import DeepLabHead
@@ -17,30 +19,59 @@ from torchvision.models.segmentation.fcn import FCNHead
 
 import eqzoo
 from eqzoo import nn
-from eqzoo._model import _merge
+from eqzoo._model import _merge, _skeleton
 from eqzoo.checkpoint import unfill
-from eqzoo.models.vision.segmentation import FAMILY, TORCHVISION, VARIANTS, SegmenterConfig
+from eqzoo.models.vision.segmentation import (
+    FAMILY,
+    TORCHVISION,
+    TORCHVISION_LITE,
+    TORCHVISION_MOBILENET,
+    VARIANTS,
+    Segmenter,
+    SegmenterConfig,
+)
 from tests.parity import (
     array,
     assert_close,
     assert_names_and_shapes,
     assert_same_gradients,
     from_torch,
+    number_of_parameters,
     randomise,
 )
 
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
-@pytest.mark.parametrize("aux", [False, True])
-@pytest.mark.parametrize("name", VARIANTS)
+
+def test_every_model_of_torchvisions_is_there():
+    assert {*list_models(module=torchvision.models.segmentation)} == {*VARIANTS}
+
+
+@pytest.mark.parametrize(
+    ("name", "aux"), [*((name, False) for name in VARIANTS), *((name, True) for name in VARIANTS if name[:2] != "lr")]
+)
 def test_a_variant_has_the_same_names_and_shapes(name, aux):
     with torch.device("meta"):
         upstream = get_model(name, weights=None, weights_backbone=None, aux_loss=aux)
-    assert_names_and_shapes((FAMILY, replace(VARIANTS[name], aux_head=aux)), upstream.state_dict())
+    config = replace(VARIANTS[name], aux_head=aux)
+    assert_names_and_shapes((FAMILY, config), upstream.state_dict())
+    ours = _skeleton(partial(Segmenter, config))[0]
+    norms = {(each.eps, each.momentum) for each in upstream.modules() if isinstance(each, torch.nn.BatchNorm2d)}
+    assert {(each.eps, each.momentum) for each in parts(ours, nn.BatchNorm)} == norms
+    if aux or name.startswith("lr"):  # what the published weights hold
+        (weights,) = get_model_weights(name)
+        assert weights.meta["num_params"] == number_of_parameters(FAMILY, config)
     assert {type(module).__name__ for module in upstream.modules()} <= {
         *("FCN", "DeepLabV3", "FCNHead", "DeepLabHead", "ASPP", "ASPPConv", "ASPPPooling", "IntermediateLayerGetter"),
         *("Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d", "Sequential", "Bottleneck", "Dropout", "ModuleList"),
-        "AdaptiveAvgPool2d",
+        *("LRASPP", "LRASPPHead", "InvertedResidual", "Conv2dNormActivation", "SqueezeExcitation"),
+        *("AdaptiveAvgPool2d", "Hardswish", "Hardsigmoid", "Sigmoid"),
     }
+
+
+def parts(tree, kind):
+    is_part = lambda node: isinstance(node, kind)
+    return [part for part in jax.tree.leaves(tree, is_leaf=is_part) if is_part(part)]
 
 
 @eqx.filter_jit
@@ -51,34 +82,54 @@ def mean_squares(model, state, images):
     return sum(jnp.mean(each**2) for each in outputs), (outputs, new_state)
 
 
-@pytest.mark.parametrize("decoder", ["fcn", "aspp"])
-def test_logits_of_both_heads_gradients_and_statistics_in_training(decoder):
-    """In double precision: many batch norms over two small maps turn rounding into errors of 1e-4."""
+def on_a_resnet(decoder):
     backbone = IntermediateLayerGetter(
         timm.create_model("resnet14t", output_stride=8), {"layer4": "out", "layer3": "aux"}
     )
     head = FCNHead(2048, 5) if decoder == "fcn" else DeepLabHead(2048, 5)
-    upstream = randomise(_SimpleSegmentationModel(backbone, head, FCNHead(1024, 5)), 0).train()
+    config = SegmenterConfig(backbone="resnet14t", decoder=decoder, aux_head=True, num_classes=5)
+    return config, _SimpleSegmentationModel(backbone, head, FCNHead(1024, 5))
+
+
+def on_a_mobilenet(name, **options):
+    upstream = get_model(name, weights=None, weights_backbone=None, num_classes=5, **options)
+    return replace(VARIANTS[name], num_classes=5, aux_head=bool(options)), upstream
+
+
+MODELS = {
+    "fcn": (partial(on_a_resnet, "fcn"), TORCHVISION),
+    "aspp": (partial(on_a_resnet, "aspp"), TORCHVISION),
+    "aspp on a MobileNet": (
+        partial(on_a_mobilenet, "deeplabv3_mobilenet_v3_large", aux_loss=True),
+        TORCHVISION_MOBILENET,
+    ),
+    "lraspp": (partial(on_a_mobilenet, "lraspp_mobilenet_v3_large"), TORCHVISION_LITE),
+}
+
+
+@pytest.mark.parametrize(("make", "rules"), MODELS.values(), ids=MODELS)
+def test_logits_of_both_heads_gradients_and_statistics_in_training(make, rules):
+    """In double precision: many batch norms over two small maps turn rounding into errors of 1e-4."""
+    config, upstream = make()
+    randomise(upstream, 0).train()
     for module in upstream.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    config = SegmenterConfig(
-        backbone="resnet14t", decoder=decoder, aux_head=True, num_classes=5, dropout=0.0, pyramid_dropout=0.0
-    )
+    config = replace(config, dropout=0.0, pyramid_dropout=0.0)
     pair = from_torch((FAMILY, config), upstream)
     images = np.random.default_rng(0).normal(size=(2, 65, 50, 3))
     theirs = upstream.double()(torch.tensor(images).permute(0, 3, 1, 2))
-    (theirs["out"].square().mean() + theirs["aux"].square().mean()).backward()
+    sum(each.square().mean() for each in theirs.values()).backward()
     with jax.enable_x64(True):
         widen = lambda leaf: leaf.astype(jnp.float64) if eqx.is_inexact_array(leaf) else leaf
         model, state = jax.tree.map(widen, pair)
         (_, (outputs, state)), gradients = mean_squares(model, state, jnp.asarray(images))
-        after = unfill(_merge(model, state), TORCHVISION)
+        after = unfill(_merge(model, state), rules)
         frozen = eqzoo.freeze(model, state)
         (output,) = eqx.filter_jit(frozen.logits_with_auxiliary)(jnp.asarray(images[0]))
-    for ours, key in zip(outputs, ("out", "aux"), strict=True):
-        assert_close(ours, theirs[key].permute(0, 2, 3, 1), 1e-9)
-    assert_same_gradients(gradients, upstream, TORCHVISION, 1e-6)
+    for ours, each in zip(outputs, theirs.values(), strict=True):  # "out", and perhaps "aux"
+        assert_close(ours, each.permute(0, 2, 3, 1), 1e-9)
+    assert_same_gradients(gradients, upstream, rules, 1e-6)
     for key, buffer in upstream.named_buffers():
         assert_close(after[key], buffer, 1e-9)
     with torch.no_grad():
@@ -106,3 +157,31 @@ def test_a_backbone_that_does_not_serve_is_refused(backbone, sentence):
         eqzoo.create("fcn_resnet50", backbone="vit_tiny_patch16_224", output_stride=32, key=jax.random.key(0))
     with pytest.raises(ValueError, match=sentence):
         eqzoo.create("fcn_resnet50", backbone=backbone, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"decoder": "lraspp", "aux_head": True},
+            "decoder='lraspp', which reads the side map itself; leave aux_head out",
+        ),
+        ({"side": -5}, "side=-5 is no index of the 4 maps of 'resnet50'"),
+        ({"read": "first_features"}, "read='first_features' is no method of ResNet; pass read='features'"),
+    ],
+)
+def test_what_can_not_be_read_is_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        eqzoo.create("fcn_resnet50", **options, key=jax.random.key(0))
+
+
+def test_an_export_loads_into_torchvision(tmp_path):
+    model, state = eqzoo.create("lraspp_mobilenet_v3_large", num_classes=3, key=jax.random.key(0))
+    eqzoo.export(tmp_path / "model.pth", model, state, format="torchvision")
+    upstream = get_model("lraspp_mobilenet_v3_large", weights=None, weights_backbone=None, num_classes=3).eval()
+    upstream.load_state_dict(torch.load(tmp_path / "model.pth"), strict=True)
+    image = np.random.default_rng(0).normal(size=(33, 48, 3)).astype(np.float32)
+    ours = eqx.filter_jit(eqzoo.freeze(model, state))(jnp.asarray(image))
+    with torch.no_grad():
+        theirs = upstream(torch.tensor(image).permute(2, 0, 1)[None])["out"][0]
+    assert_close(ours, theirs.permute(1, 2, 0), 1e-4)
