@@ -19,7 +19,8 @@ from eqzoo._types import typed
 from eqzoo.checkpoint import BATCH_NORM, Rule, adapt, prefixed
 from eqzoo.models._backbone import Read, feature_maps, feature_sizes, make_backbone
 from eqzoo.models._family import Family, Options, Upstream
-from eqzoo.models.vision import mobilenet, resnet
+from eqzoo.models.vision import _resnet_upstream as resnet
+from eqzoo.models.vision import mobilenet
 from eqzoo.nn._init import kaiming_uniform, xavier
 
 
