@@ -130,13 +130,18 @@ def assert_same_results(
     rules: Rules,
     *,
     training: bool = False,
+    exact: bool = False,
 ) -> None:
-    """Outputs, the gradients of their mean square, and running statistics, for a batch of channels-last `images`."""
+    """Outputs, the gradients of their mean square, and running statistics, for a batch of channels-last `images`.
+
+    With `exact`, upstream computes in double precision, where rounding puts no activation on the other side of zero.
+    """
     model, state = from_torch(target, upstream)
     model = model if training else eqx.nn.inference_mode(model)
     upstream.train(training)
     (_, (outputs, state)), gradients = mean_square(model, state, jnp.asarray(images))
-    theirs = upstream(torch.tensor(images).permute(0, 3, 1, 2))
+    dtype = torch.float64 if exact else torch.float32
+    theirs = upstream.to(dtype)(torch.tensor(images, dtype=dtype).permute(0, 3, 1, 2))
     theirs.square().mean().backward()
     assert_close(outputs, theirs, 1e-4)
     assert_same_gradients(gradients, upstream, rules)
