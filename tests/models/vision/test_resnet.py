@@ -32,7 +32,6 @@ from tests.parity import (
     randomise,
 )
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 TORCHVISION_VARIANTS = [name for name in VARIANTS if name in torchvision.models.list_models()]
 KNOWN = {
     *("ResNet", "BasicBlock", "Bottleneck", "Sequential", "Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d", "Identity"),

@@ -40,8 +40,6 @@ from tests.parity import (
     randomise,
 )
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 def test_every_model_of_torchvisions_is_there():
     assert {*list_models(module=torchvision.models.segmentation)} == {*VARIANTS}

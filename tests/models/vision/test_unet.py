@@ -18,7 +18,7 @@ import eqzoo
 from eqzoo._model import _skeleton
 from eqzoo.checkpoint import prefixed
 from eqzoo.models._family import Upstream
-from eqzoo.models.vision import convnext
+from eqzoo.models.vision import _convnext_upstream as convnext
 from eqzoo.models.vision.unet import (
     DECODER,
     FAMILY,
@@ -30,8 +30,6 @@ from eqzoo.models.vision.unet import (
     UNetConfig,
 )
 from tests.parity import assert_close, assert_names_and_shapes, assert_same_results, randomise
-
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 WIDTHS = (24, 16, 16, 8, 8)
 
