@@ -344,13 +344,6 @@ def test_what_does_not_go_together_is_refused(changes, message):
         replace(config, **changes)
 
 
-def test_an_unknown_block_is_refused():
-    config = replace(VARIANTS["resnet18"])
-    object.__setattr__(config, "block", "wide")  # in tests the annotation would be checked first
-    with pytest.raises(ValueError, match="block='wide' is unknown; choose 'basic', 'bottleneck'"):
-        config.__post_init__()
-
-
 def test_averages_of_odd_maps_are_refused():
     """Upstream can't add them to the shortcut either."""
     config, upstream = pair("averaged strides")
