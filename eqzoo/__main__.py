@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -290,35 +291,51 @@ def _check(arguments: argparse.Namespace) -> int:
 def _matches(
     file: Path, name: str | None, tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]
 ) -> "Iterator[tuple[str, Match]]":
-    """How the checkpoint fits the model that is named, or that it names itself, or else each variant of the
-    families that know most of its tensors' names."""
+    """How the checkpoint fits the model that is named, or that it names itself, or else those that are like it."""
     from eqzoo._describe import describe
-    from eqzoo._load import OWN_FORMAT, _classes, _zoo_skeleton, match_tensors
+    from eqzoo._load import OWN_FORMAT, _zoo_skeleton, match_described, match_tensors
     from eqzoo._model import _maker, _skeleton
-    from eqzoo._registry import families
 
     if name is not None and ":" in name:
         yield name, match_tensors(tensors, _skeleton(_maker(name, {})), {"own": OWN_FORMAT})
     elif name is not None or "eqzoo" in metadata or (file / "config.json").is_file():
         description = describe(file, file, metadata, name)
         _, family, config = description
-        match = match_tensors(tensors, _zoo_skeleton(description, config), {"own": OWN_FORMAT, **family.rules})
+        match = match_described(tensors, _zoo_skeleton(description, config), {"own": OWN_FORMAT, **family.rules})
         for label in [name] if name is not None else _labels(family, config):
             yield label, match
     else:
-        most = max(_names_known(rules, tensors) for family in families() for rules in family.rules.values())
-        for family in families():
-            alike = {rules: naming for naming, rules in family.rules.items() if _names_known(rules, tensors) == most}
-            namings = {naming: rules for rules, naming in alike.items()} if most else {}  # several may be the same
-            classes = _classes(tensors, family)
-            known: dict[Any, Match] = {}  # many variants have one config, and its shapes take a while to find
-            for label, config in family.variants.items() if namings else ():
-                if classes and classes != getattr(config, "num_classes", classes):  # trained on, for other classes
-                    config = replace(config, num_classes=classes)
-                    label = f"{label} with num_classes={classes}"
-                if config not in known:
-                    known[config] = match_tensors(tensors, _skeleton(partial(family.model, config)), namings)
-                yield label, known[config]
+        yield from _matches_of_the_zoo(tensors)
+
+
+def _matches_of_the_zoo(tensors: "Mapping[str, Tensor]") -> "Iterator[tuple[str, Match]]":
+    """How the checkpoint fits the variants nearest in size of the families that know most of its tensors' names."""
+    from eqzoo._load import _classes, match_tensors
+    from eqzoo._model import _skeleton
+    from eqzoo._registry import families
+
+    most = max(_names_known(rules, tensors) for family in families() for rules in family.rules.values())
+    held = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    candidates = []
+    for family in families() if most else ():
+        alike = {rules: naming for naming, rules in family.rules.items() if _names_known(rules, tensors) == most}
+        namings = {naming: rules for rules, naming in alike.items()}  # several may be the same
+        classes = _classes(tensors, family)
+        labels: dict[Any, list[str]] = {}  # many variants have one config
+        for label, config in family.variants.items() if namings else ():
+            if classes and classes != getattr(config, "num_classes", classes):  # trained on, for other classes
+                config = replace(config, num_classes=classes)
+                label = f"{label} with num_classes={classes}"
+            labels.setdefault(config, []).append(label)
+        for config in labels:
+            pair = _skeleton(partial(family.model, config))
+            candidates.append((abs(_parameters(pair[0]) / max(held, 1) - 1), labels[config], pair, namings))
+
+    candidates.sort(key=lambda candidate: candidate[0])
+    for place, (apart, labels, pair, namings) in enumerate(candidates):
+        if place < 10 or apart < 0.1:  # to compare each name and shape takes a while
+            match = match_tensors(tensors, pair, namings)
+            yield from ((label, match) for label in labels)
 
 
 def _labels(family: "Family", config: Any) -> list[str]:

@@ -71,8 +71,7 @@ def _from_timm(saved: Mapping[str, Any]) -> Description:
                     f"its images are {height} x {width}; eqzoo's {family.model.__name__} takes square ones"
                 )
             fields["image_size"] = width
-    if saved.get("model_args"):
-        fields |= family.upstreams["timm"].options.read(saved["model_args"])
+    fields |= family.upstreams["timm"].options.read_changes(saved.get("model_args") or {}, config)
     return Description(name, family, dataclasses.replace(config, **fields))
 
 
@@ -107,17 +106,23 @@ def _torchvision_name(source: str | os.PathLike) -> str | None:
 
 def _from_torchvision(source: str) -> Description:
     name = source.removeprefix("torchvision/")
-    family, config = variant(f"torchvision/{name.partition('.')[0]}")
+    facts, architecture = torchvision_facts()[name], f"torchvision/{name.partition('.')[0]}"
+    family, config = variant(architecture)
+    fields = {}
     if "image_size" in {field.name for field in dataclasses.fields(config)}:
-        config = dataclasses.replace(config, image_size=torchvision_facts()[name]["min_size"][0])
-    return Description(source, family, config)
+        fields["image_size"] = facts["min_size"][0]
+    if options := facts.get("options"):
+        known = (upstream for naming, upstream in family.upstreams.items() if naming.startswith("torchvision"))
+        names = (architecture, architecture.removeprefix("torchvision/"))
+        fields |= next(each for each in known if any(map(each.has, names))).options.read(options)
+    return Description(source, family, dataclasses.replace(config, **fields))
 
 
 def _guarded(read: Callable[[], Description], about: str) -> Description:
     """A description as it was read; whatever is wrong with it in one sentence."""
     try:
         description = read()
-        if len(repr(description.config)) > 2000:  # a stage, a layer of each: making them would take hours
+        if len(repr(description.config)) > 3000:  # a stage, a layer of each: making them would take hours
             raise ValueError("its options are longer than those of any model")
     except Exception as error:  # whatever the parsers and the config's own checks trip over
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)[:500]

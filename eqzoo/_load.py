@@ -70,6 +70,7 @@ def load(
             raise ValueError(f"load: {', '.join(changes)} can't change the model given as `like`; pass its `name`")
         pair = like if isinstance(like, tuple) else (like, None)
         label, family, steps = f"the given {type(pair[0]).__name__}", None, []
+        _check_size(tensors, pair)
         match = _match(tensors, pair, {"own": OWN_FORMAT})
     elif name is not None and ":" in name:
         label, family, steps = name, None, []
@@ -110,6 +111,26 @@ def match_tensors(tensors: Mapping[str, Tensor], pair: tuple[Any, eqx.nn.State],
     return _match(tensors, as_stored(pair, tensors), namings)
 
 
+def match_described(
+    tensors: Mapping[str, Tensor], pair: tuple[Any, eqx.nn.State], namings: Mapping[str, Rules]
+) -> Match:
+    """`match_tensors` for a model that the checkpoint describes itself: one of absurd size is refused at once."""
+    _check_size(tensors, pair)
+    return match_tensors(tensors, pair, namings)
+
+
+def _check_size(tensors: Mapping[str, Tensor], pair: tuple[Any, eqx.nn.State | None]) -> None:
+    leaves = _array_leaves(_merge(*pair))
+    layers = sum(math.prod(leaf.shape[: path.count("[*]")]) for path, leaf in leaves)
+    numbers = sum(math.prod(leaf.shape) for _, leaf in leaves)
+    held = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    if layers > 1000 * (len(tensors) + 1) or numbers > 100 * held + 10**8:  # before names and shapes are worked out
+        raise CheckpointError(
+            f"a model of {numbers} numbers in {layers} weights was described, but the file holds {held} in "
+            f"{len(tensors)} tensors; pass the `name` of the model the file was made for"
+        )
+
+
 def as_stored(pair: tuple[Any, eqx.nn.State], tensors: Mapping[str, Tensor]) -> tuple[Any, eqx.nn.State]:
     """The skeleton with those layers quantized whose weight is stored as int8."""
     stored = {_parse(name)[0] for name, tensor in tensors.items() if tensor.dtype == np.int8}
@@ -127,15 +148,6 @@ def _in_int8(path: str) -> str:
 
 def _match(tensors: Mapping[str, Tensor], pair: tuple[Any, eqx.nn.State | None], namings: Mapping[str, Rules]) -> Match:
     merged = _merge(*pair)
-    leaves = _array_leaves(merged)
-    layers = sum(math.prod(leaf.shape[: path.count("[*]")]) for path, leaf in leaves)
-    numbers = sum(math.prod(leaf.shape) for _, leaf in leaves)
-    held = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    if layers > 1000 * (len(tensors) + 1) or numbers > 100 * held + 10**8:  # before names and shapes are worked out
-        raise CheckpointError(
-            f"a model of {numbers} numbers in {layers} weights was described, but the file holds {held} in "
-            f"{len(tensors)} tensors; pass the `name` of the model the file was made for"
-        )
     matches = []
     for naming, rules in namings.items():
         matches.append(Match(pair, merged, naming, plan(merged, tensors, rules)))
@@ -161,7 +173,7 @@ def _match_zoo(
     for count in range(len(others) + 1):
         for made in itertools.combinations(others, count):
             stored = dataclasses.replace(config, **{field: changes[field] for field in made})
-            match = match_tensors(tensors, _zoo_skeleton(description, stored), {"own": OWN_FORMAT, **family.rules})
+            match = match_described(tensors, _zoo_skeleton(description, stored), {"own": OWN_FORMAT, **family.rules})
             match = match._replace(config=stored)
             if not match.plan.problems:
                 return match, _steps(description, match, wanted, tensors)

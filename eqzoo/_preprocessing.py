@@ -28,21 +28,22 @@ class Preprocessing:
 
     `resize` is (height, width): "cover" and "fit" keep the aspect ratio, the image filling it or lying within it;
     "stretch" doesn't. `crop` is taken from the centre; where the image is smaller, "fit" pads with the mean, the others
-    with black. `mean` and `std` are for values from 0 to 1; a single one each makes the image grey. `upstream` decides
-    which way half a pixel is rounded; transformers lays transparent images on white, the others drop transparency.
+    with black; None leaves the image whole, so that each comes out in its own size. `mean` and `std` are for values
+    from 0 to 1; a single one each makes the image grey. `upstream` decides which way half a pixel is rounded;
+    transformers lays transparent images on white, the others drop transparency.
     """
 
     resize: tuple[int, int]
     resize_mode: Mode
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
-    crop: tuple[int, int]
+    crop: tuple[int, int] | None
     mean: tuple[float, ...]
     std: tuple[float, ...]
     upstream: Literal["torchvision", "timm", "transformers"]
 
     def __post_init__(self):
         check_choices(self)
-        if not all(isinstance(side, int) and side > 0 for side in self.resize + self.crop):
+        if not all(isinstance(side, int) and side > 0 for side in self.resize + (self.crop or ())):
             raise ValueError(f"resize={self.resize} and crop={self.crop} must be positive whole numbers of pixels")
         if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3) or 0 in self.std:
             raise ValueError(f"mean={self.mean} and std={self.std} must have 1 or 3 numbers each, and no std of 0")
@@ -60,11 +61,9 @@ class Preprocessing:
         rows, columns = self._resized(height, width)
         picture = picture.resize((columns, rows), pil.Resampling[self.interpolation.upper()])
 
-        fill = tuple(round(255 * value) if self.resize_mode == "fit" else 0 for value in self.mean)
-        canvas = pil.new(picture.mode, (self.crop[1], self.crop[0]), fill if len(fill) == 3 else fill[0])
-        canvas.paste(picture, (-self._offset(columns - self.crop[1]), -self._offset(rows - self.crop[0])))
-
-        pixels = np.asarray(canvas, np.float32).reshape(*self.crop, len(self.mean)) / np.float32(255)
+        if self.crop is not None:
+            rows, columns, picture = *self.crop, self._cropped(picture, self.crop, pil)
+        pixels = np.asarray(picture, np.float32).reshape(rows, columns, len(self.mean)) / np.float32(255)
         return (pixels - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
 
     def _in_colour(self, picture: Any, pil: Any) -> Any:
@@ -83,6 +82,13 @@ class Preprocessing:
         ratio = (min if self.resize_mode == "cover" else max)(height / rows, width / columns)
         return round(height / ratio), round(width / ratio)
 
+    def _cropped(self, picture: Any, crop: tuple[int, int], pil: Any) -> Any:
+        (width, height), (rows, columns) = picture.size, crop
+        fill = tuple(round(255 * value) if self.resize_mode == "fit" else 0 for value in self.mean)
+        canvas = pil.new(picture.mode, (columns, rows), fill if len(fill) == 3 else fill[0])
+        canvas.paste(picture, (-self._offset(width - columns), -self._offset(height - rows)))
+        return canvas
+
     def _offset(self, surplus: int) -> int:
         """Where the crop begins in an image that is larger than it by `surplus` pixels."""
         if self.upstream == "transformers":
@@ -95,8 +101,9 @@ def preprocessing(
 ) -> Preprocessing:
     """The transform upstream evaluates `source` with: `torchvision/NAME.WEIGHTS`, a hub id, or a local folder.
 
-    Knows torchvision's classification presets, timm's configs, and transformers' image processors of ViT, DeiT,
-    ConvNeXt, BiT and CLIP (in their PIL form). `image_size` changes the crop's sides and, in proportion, the resizing.
+    Knows torchvision's presets for classification and for segmentation (which doesn't crop), timm's configs, and
+    transformers' image processors of ViT, DeiT, ConvNeXt, BiT and CLIP (in their PIL form). `image_size` changes the
+    crop's sides and, in proportion, the resizing; without a crop, the shorter side.
     """
     name = os.fspath(source)
     if image_size is not None and image_size < 1:
@@ -125,12 +132,12 @@ def _from_torchvision(weights: str, image_size: int | None) -> Preprocessing:
         hint = f"did you mean {' or '.join(near)}?" if near else "write it as torchvision/resnet50.IMAGENET1K_V2"
         raise ValueError(f"torchvision has no weights {weights!r}; {hint}")
     preset = facts[weights]["preprocessing"]
-    crop, resize = _square(preset["crop_size"]), _square(preset["resize_size"])
+    crop, resize = preset["crop_size"] and _square(preset["crop_size"]), _square(preset["resize_size"])
     return Preprocessing(
-        resize=_in_proportion(resize, crop, image_size),
+        resize=_in_proportion(resize, crop or resize, image_size),
         resize_mode="cover",
         interpolation=preset["interpolation"],
-        crop=_square(image_size) if image_size else crop,
+        crop=_square(image_size) if crop and image_size else crop,
         mean=tuple(preset["mean"]),
         std=tuple(preset["std"]),
         upstream="torchvision",

@@ -48,18 +48,19 @@ def export(
     model: Any,
     state: eqx.nn.State | None = None,
     *,
-    format: Literal["timm", "torchvision", "transformers"],
+    format: Literal["timm", "torchvision", "transformers", "smp"],
 ) -> None:
     """Write a zoo model as one of these libraries would, so that it loads there and computes the same.
 
     A `path` that ends in `.safetensors` or `.pth` becomes a file with the state dict; any other a folder with
     `config.json` too, for `timm.create_model("local-dir:PATH", pretrained=True)` or transformers' `from_pretrained`.
-    torchvision has files only. What isn't part of a model, such as its preprocessing or a tokenizer, isn't written.
+    torchvision and smp (segmentation_models_pytorch) have files only. What isn't part of a model, such as its
+    preprocessing or a tokenizer, isn't written.
     """
     merged, model = _with_state("export", model, state)
     path = Path(path)
-    if format == "torchvision" and path.suffix not in (".safetensors", ".pth"):
-        raise ValueError(f"export: torchvision has no folders; let {path} end in .pth or .safetensors")
+    if format in ("torchvision", "smp") and path.suffix not in (".safetensors", ".pth"):
+        raise ValueError(f"export: {format} has no folders; let {path} end in .pth or .safetensors")
     family = family_of(model)
     if family is None:
         raise ValueError(
@@ -73,11 +74,12 @@ def export(
     upstream, base, options = _described_upstream(model, family, format)
     tensors = {name: _as_torch(array) for name, array in unfill(merged, upstream.rules).items()}
     tensors |= {name: np.zeros(shape(model.config), np.float32) for name, shape in upstream.zeros.items()}
+    tensors |= upstream.buffers(model.config)
     remedy = f"{format} could not rebuild it: give it the config it has become, or use `eqzoo.save`"
     _check_config(model, family, tensors, upstream.rules, remedy)
     if path.suffix == ".pth":
         with written_atomically(path) as temporary:
-            write_state_dict(temporary, tensors)
+            write_state_dict(temporary, tensors, upstream.version)
     elif path.suffix == ".safetensors":
         write_safetensors(path, tensors, {"format": "pt"})
     else:
@@ -136,9 +138,10 @@ def _unsaid(upstream: Upstream, format: str, base: Any, config: Any) -> set[str]
     for field in changed_fields(base, config):
         value = getattr(config, field)
         said = field in upstream.options.config_fields
-        if format == "torchvision" and value == 0:  # its models always have a head
+        if format in ("torchvision", "smp") and value == 0:  # their models always have a head
             said = False
-        if format == "timm" and isinstance(value, tuple) and len(value) != len(getattr(base, field)):
+        of_base = getattr(base, field)
+        if format == "timm" and isinstance(value, tuple) and isinstance(of_base, tuple) and len(value) != len(of_base):
             said = False  # its models have a fixed number of stages
         if not said and not _is_for_training(field):
             fields.add(field)

@@ -7,6 +7,7 @@ python scripts/make_facts.py --check
 """
 
 import argparse
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -36,24 +37,40 @@ def is_known(upstream: str, architecture: str) -> bool:
 
 
 def torchvision_facts() -> dict[str, dict[str, Any]]:
+    classifiers = {"module": torchvision.models, "about": classifier_fact}
+    segmenters = {"module": torchvision.models.segmentation, "about": segmenter_fact}
     return {
-        f"{architecture}.{weights.name}": torchvision_fact(weights)
-        for architecture in torchvision.models.list_models(module=torchvision.models)  # the classifiers
+        f"{architecture}.{weights.name}": torchvision_fact(weights, task["about"](architecture, weights))
+        for task in (classifiers, segmenters)
+        for architecture in torchvision.models.list_models(module=task["module"])
         if is_known("torchvision", architecture)
         for weights in torchvision.models.get_model_weights(architecture)
     }
 
 
-def torchvision_fact(weights: Any) -> dict[str, Any]:
+def classifier_fact(architecture: str, weights: Any) -> dict[str, Any]:
     accuracy = weights.meta["_metrics"]["ImageNet-1K"]
+    return {"top1": accuracy["acc@1"], "top5": accuracy["acc@5"]}
+
+
+def segmenter_fact(architecture: str, weights: Any) -> dict[str, Any]:
+    """Its classes, how well it tells them apart, and the option with which its weights come."""
+    accuracy = weights.meta["_metrics"]["COCO-val2017-VOC-labels"]
+    builder = torchvision.models.get_model_builder(architecture)
+    options = {"options": {"aux_loss": True}} if "aux_loss" in inspect.signature(builder).parameters else {}
+    scores = {"mean_iou": accuracy["miou"], "pixel_accuracy": accuracy["pixel_acc"]}
+    return {**scores, "classes": weights.meta["categories"], **options}
+
+
+def torchvision_fact(weights: Any, about: dict[str, Any]) -> dict[str, Any]:
     preprocessing = weights.transforms()
-    (crop_size,), (resize_size,) = preprocessing.crop_size, preprocessing.resize_size
+    (crop_size,) = getattr(preprocessing, "crop_size", [None])
+    (resize_size,) = preprocessing.resize_size
     return {
         "url": weights.url,
         "sha256": Path(weights.url).stem.rpartition("-")[2],
         "licence": weights.meta.get("license", TORCHVISION_LICENCE),
-        "top1": accuracy["acc@1"],
-        "top5": accuracy["acc@5"],
+        **about,
         "parameters": weights.meta["num_params"],
         "min_size": weights.meta["min_size"],
         "preprocessing": {

@@ -1,12 +1,19 @@
-"""Settings for the whole run: 8 host devices, one compilation cache, and what torchvision needs to be imported."""
+"""Settings for the whole run and the processes it starts: 8 host devices, one compilation cache, quick compilation, and
+what torchvision needs to be imported."""
 
+import gc
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-# Before JAX starts: sharding needs several devices; the cache spares workers and later runs each other's compilations.
+# Before JAX starts: sharding needs several devices; the cache spares workers and later runs each other's compilations;
+# and what tests compile runs once or twice.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+if version("jaxlib").startswith("0.10."):  # later versions no longer have it: the quicker of two code generators
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
@@ -31,21 +38,27 @@ else:
 
 @pytest.fixture(autouse=True)
 def _compiled_programs_stay_few():
-    """A program takes mappings of memory, and a process that has used up what Linux allows, 65,530, crashes in XLA."""
+    """They take memory, and mappings of it: a process that has used up what Linux allows, 65,530, crashes in XLA."""
     import jax
 
     yield
-    if (mappings := Path("/proc/self/maps")).exists() and mappings.read_bytes().count(b"\n") > 30_000:
+    if (mappings := Path("/proc/self/maps")).exists() and mappings.read_bytes().count(b"\n") > 10_000:
         jax.clear_caches()
 
 
-@pytest.fixture(scope="module")
-def compile_quickly():
-    """For modules that compile many programs and run each once or twice."""
-    import jax  # after the settings above
+def pytest_collection_finish():
+    """Tracing makes many small objects, and torch's are no garbage: searching them took a tenth of the time."""
+    gc.freeze()
+    gc.set_threshold(50_000)
 
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.clear_caches()  # a program compiled otherwise rounds otherwise
-    yield
+
+@pytest.fixture(scope="module")
+def compile_as_users_do():
+    """For what optimisation could change."""
+    import jax
+
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
     jax.clear_caches()

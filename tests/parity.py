@@ -1,7 +1,9 @@
 """Comparison with an upstream model: its weights through the checkpoint rules, then names, outputs and gradients."""
 
+import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import fields, is_dataclass
 from math import prod, sqrt
 from typing import Any
 
@@ -131,11 +133,19 @@ def assert_same_results(
     *,
     training: bool = False,
 ) -> None:
-    """Outputs, the gradients of their mean square, and running statistics, for a batch of channels-last `images`."""
+    """Outputs, the gradients of their mean square, and running statistics, for a batch of channels-last `images`.
+
+    In training in double precision: batch norms over small maps enlarge rounding until a ReLU switches.
+    """
     model, state = from_torch(target, upstream)
     model = model if training else eqx.nn.inference_mode(model)
     upstream.train(training)
-    (_, (outputs, state)), gradients = mean_square(model, state, jnp.asarray(images))
+    if training:
+        upstream = copy.deepcopy(upstream).double()
+        images = images.astype(np.float64)
+    with jax.enable_x64(training):
+        model, state = in_double_precision((model, state)) if training else (model, state)
+        (_, (outputs, state)), gradients = mean_square(model, state, jnp.asarray(images))
     theirs = upstream(torch.tensor(images).permute(0, 3, 1, 2))
     theirs.square().mean().backward()
     assert_close(outputs, theirs, 1e-4)
@@ -146,16 +156,28 @@ def assert_same_results(
             assert_close(after[name], buffer, 1e-5)
 
 
-def assert_names_and_shapes(target: str | tuple[Family, Any], upstream: Mapping[str, torch.Tensor]) -> None:
+def in_double_precision(tree: PyTree) -> PyTree:
+    """Within `jax.enable_x64`."""
+    return jax.tree.map(lambda leaf: leaf.astype(np.float64) if eqx.is_inexact_array(leaf) else leaf, tree)
+
+
+def assert_names_and_shapes(
+    target: str | tuple[Family, Any], upstream: Mapping[str, torch.Tensor], *, unused: int | None = 0
+) -> None:
     """A state dict (on torch's meta device) fits the model completely, and the model's export is that state dict.
 
-    What the rules drop, and second names of one tensor, need no place in the model or its export.
+    What the rules drop, and second names of one tensor, need no place in the model or its export; nor do as many
+    numbers of the others as are `unused` (any, if None).
     """
     make, namings = _make_and_rules(target)
     skeleton = _merge(*_skeleton(make))
     shapes = {name: tuple(tensor.shape) for name, tensor in upstream.items()}
     tensors = {name: Tensor(shapes[name], _dtype(tensor), lambda: np.empty(0)) for name, tensor in upstream.items()}
-    fits = {naming: plan(skeleton, tensors, rules) for naming, rules in namings.items()}
+    fits = {}
+    for naming, rules in namings.items():
+        fits[naming] = plan(skeleton, tensors, rules)
+        if not fits[naming].problems:
+            break
     naming = min(fits, key=lambda naming: fits[naming].problems)
     assert not fits[naming].problems, fits[naming].report("upstream's state dict", str(target))
 
@@ -163,7 +185,18 @@ def assert_names_and_shapes(target: str | tuple[Family, Any], upstream: Mapping[
     exported = unfill(jax.tree.map(_zeros, skeleton), namings[naming])
     assert {name: array.shape for name, array in exported.items()} == expected
     count = sum(leaf.size for leaf in jax.tree.leaves(skeleton) if isinstance(leaf, jax.ShapeDtypeStruct))
-    assert count == sum(prod(shape) for shape in expected.values())
+    assert unused is None or count + unused == sum(prod(shape) for shape in expected.values())
+
+
+def number_of_parameters(family: Family, config: Any) -> int:
+    """Without running statistics, as torchvision counts."""
+    model, _ = _skeleton(functools.partial(family.model, config))
+    return sum(leaf.size for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.ShapeDtypeStruct))
+
+
+def narrowed(conv: Callable[..., torch.nn.Module], divisor: int) -> Callable[..., torch.nn.Module]:
+    """Upstream's convolution with a fraction of the channels, but for an image's: for models whose widths are fixed."""
+    return lambda ins, outs, **options: conv(ins if ins == 3 else ins // divisor, outs // divisor, **options)
 
 
 def _zeros(leaf: Any) -> Any:
@@ -173,3 +206,14 @@ def _zeros(leaf: Any) -> Any:
 
 def _dtype(tensor: torch.Tensor) -> np.dtype:
     return np.dtype(str(tensor.dtype).removeprefix("torch."))
+
+
+def structure(value: Any) -> Hashable:
+    """A config without its numbers, but for whether there are none, one or more."""
+    if is_dataclass(value):
+        return tuple(structure(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, tuple):
+        return frozenset(map(structure, value))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return min(value, 2) if isinstance(value, int) else value > 0
+    return value

@@ -19,8 +19,8 @@ import eqzoo
 from eqzoo import CheckpointError
 from eqzoo._model import _merge
 from eqzoo.checkpoint import adapt, unfill
+from eqzoo.models.vision._vit_upstream import TIMM
 from eqzoo.models.vision.resnet import ResNetConfig
-from eqzoo.models.vision.vit import TIMM
 from eqzoo.sharding import make_mesh, shardings
 from eqzoo.tree import leaves_with_paths
 from tests.parity import assert_close, randomise

@@ -1,5 +1,6 @@
 """Which model a source holds: what timm and eqzoo say of it is understood, and nonsense is refused quickly."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -18,6 +19,7 @@ import eqzoo
 from eqzoo import CheckpointError
 from eqzoo._describe import describe, from_config_json
 from eqzoo._facts import torchvision_facts
+from eqzoo._registry import variant
 from eqzoo.checkpoint.formats import write_safetensors
 from eqzoo.models.vision.vit import ViTConfig
 from tests.parity import assert_close, randomise
@@ -68,6 +70,17 @@ def test_the_number_of_classes_at_the_top_counts():
     assert from_config_json(saved).config.num_classes == 3
 
 
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_dinov3_qkvb", "vit_base_patch16_siglip_gap_224"])
+def test_an_option_that_is_the_variants_own_changes_nothing_else(name):
+    """Elsewhere a norm goes with the pool; these have none, and their folders state the pool."""
+    same = json.loads(timm_config(name, global_pool="avg"))
+    assert from_config_json(same).config == variant(name)[1]
+    other = json.loads(timm_config("vit_tiny_patch16_224", global_pool="avg"))
+    assert from_config_json(other).config == dataclasses.replace(
+        variant("vit_tiny_patch16_224")[1], pool="avg", fc_norm=True
+    )
+
+
 def test_an_image_size_is_that_of_the_input_only_where_it_is_fixed():
     saved = {"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"input_size": [3, 384, 384]}}
     assert from_config_json(saved).config.image_size == 224
@@ -76,11 +89,13 @@ def test_an_image_size_is_that_of_the_input_only_where_it_is_fixed():
 @pytest.mark.parametrize("source", [f"torchvision/{name}" for name in torchvision_facts()])
 def test_every_source_of_torchvision_is_described(source):
     name, _, weights = source.removeprefix("torchvision/").partition(".")
-    label, family, config = describe(source, Path(f"{name}.pth"), {})
+    label, _, config = describe(source, Path(f"{name}.pth"), {})
     assert label == source
-    usual = family.variants[name]
-    if weights.startswith("IMAGENET1K_SWAG_E2E"):
+    usual = variant(f"torchvision/{name}")[1]
+    if weights.startswith("IMAGENET1K_SWAG_E2E") and name.startswith("vit"):
         assert config.image_size == {"vit_b_16": 384, "vit_l_16": 512, "vit_h_14": 518}[name]
+    elif name.startswith(("fcn_", "deeplabv3_")):  # published with the head that helped in training
+        assert config == dataclasses.replace(usual, aux_head=True)
     else:
         assert config == usual
 
@@ -125,9 +140,9 @@ HOSTILE = {
     "an unknown model_type": ('{"model_type": "bert"}', "no model of model_type 'bert'; it has .*gpt2"),
     "a model_type that is a list": ('{"model_type": ["gpt2"]}', "list"),
     "an unknown option": (vit(rope=True), "option 'rope' .of value True. is not known to eqzoo"),
-    "an unknown value": (vit(global_pool="map"), "global_pool='map' is not supported; eqzoo has 'token', 'avg'"),
+    "an unknown value": (vit(global_pool="prr"), "global_pool='prr' is not supported; eqzoo has 'token', 'avg', 'map'"),
     "a list as value": (vit(act_layer=["gelu"]), r"act_layer=\['gelu'\] is not supported"),
-    "another value than all have": (timm_config("resnet18", down_kernel_size=3), "down_kernel_size=3 is not supported"),
+    "another value than all have": (timm_config("vgg11", output_stride=16), "output_stride=16 is not supported"),
     "options in a list": ('{"architecture": "resnet18", "model_args": [1]}', "."),
     "a number for pretrained_cfg": ('{"architecture": "resnet18", "pretrained_cfg": 7}', "."),
     "an input_size of one": ('{"architecture": "resnet18", "input_size": [3]}', "."),

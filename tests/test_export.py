@@ -4,6 +4,7 @@ import json
 import zipfile
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -20,6 +21,7 @@ import eqzoo
 import eqzoo._save
 from eqzoo import CheckpointError
 from eqzoo._model import _merge, _skeleton, _split
+from eqzoo._registry import families
 from eqzoo.models.vision.mlp import MLPConfig
 from eqzoo.models.vision.resnet import ResNetConfig
 from eqzoo.models.vision.vit import ViTConfig
@@ -29,6 +31,7 @@ from tests.parity import assert_close
 VIT = {"dim": 24, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32, "num_classes": 5}
 GAP = {"class_token": False, "prefix_positions": False, "pool": "avg", "fc_norm": True}
 RESNET = {"block": "basic", "depths": (1, 1, 2, 1), "widths": (8, 8, 16, 16), "num_classes": 5}
+BOTTLENECK = {**RESNET, "block": "bottleneck"}
 TIERED = {"stem": "tiered", "stem_width": 8, "shortcut": "pool"}
 
 CONFIGS = {
@@ -57,10 +60,14 @@ CONFIGS = {
     "resnet t": ResNetConfig(**RESNET, **TIERED),
     "resnet without head": ResNetConfig(**{**RESNET, "num_classes": 0}),
     "resnet of two channels": ResNetConfig(**RESNET, in_channels=2),
-    "seresnet": ResNetConfig(**RESNET, squeeze_excite=True),
-    "seresnext t": ResNetConfig(
-        **{**RESNET, "block": "bottleneck"}, **TIERED, squeeze_excite=True, cardinality=2, base_width=32
-    ),
+    "seresnet": ResNetConfig(**RESNET, attention="squeeze_excite"),
+    "seresnext t": ResNetConfig(**BOTTLENECK, **TIERED, attention="squeeze_excite", cardinality=2, base_width=32),
+    "senet": ResNetConfig(**BOTTLENECK, attention="squeeze_excite", reduce_first=2, shortcut_kernel=3),
+    "ecaresnet": ResNetConfig(**BOTTLENECK, attention="eca"),
+    "resnet-rs": ResNetConfig(**BOTTLENECK, **TIERED, attention="squeeze_excite", squeeze=0.25, stem_pool="conv"),
+    "resnet, averaged": ResNetConfig(**BOTTLENECK, antialias="average"),
+    "resnet, blurred": ResNetConfig(**RESNET, antialias="blur"),
+    "resnet, group norms": ResNetConfig(**{**RESNET, "widths": (32, 32, 32, 64)}, norm_groups=32),
 }
 
 
@@ -211,7 +218,7 @@ RESNET18 = {"block": "basic", "depths": (2, 2, 2, 2)}
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (ResNetConfig(**RESNET18, squeeze_excite=True), "squeeze_excite=True"),
+        (ResNetConfig(**RESNET18, attention="squeeze_excite"), "attention='squeeze_excite'"),
         (ResNetConfig(**RESNET18, in_channels=1), "in_channels=1"),
         (ResNetConfig(**RESNET18, num_classes=0), "num_classes=0"),
         (ResNetConfig(**RESNET18, shortcut="pool"), "shortcut='pool'"),
@@ -371,3 +378,13 @@ def test_a_pth_is_what_torch_writes(tmp_path):
     eqzoo.export(tmp_path / "x.pth", *made(CONFIGS["resnet"]), format="timm")
     assert zipfile.ZipFile(tmp_path / "x.pth").testzip() is None
     assert next(iter(torch.load(tmp_path / "x.pth", weights_only=True))) == "conv1.weight"
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.model.__name__)
+def test_every_variant_of_timms_is_described_by_its_name(family):
+    """The names that upstream has for one config are one description."""
+    upstreams = [upstream for naming, upstream in family.upstreams.items() if naming.startswith("timm")]
+    for name in (name for upstream in upstreams for name in family.variants if upstream.has(name)):
+        model = SimpleNamespace(config=family.variants[name])
+        _, base, options = eqzoo._save._described_upstream(model, family, "timm")
+        assert (family.variants[base], options) == (model.config, {})

@@ -58,6 +58,15 @@ def test_every_url_ends_in_its_hash():
         assert re.fullmatch(rf"https://\S+-{fact['sha256']}\.pth", fact["url"]), name
 
 
+def test_weights_for_segmentation_name_their_classes_and_options():
+    facts = torchvision_facts()
+    for name in ("fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"):
+        fact = facts[f"{name}.COCO_WITH_VOC_LABELS_V1"]
+        assert (len(fact["classes"]), fact["classes"][0], fact["classes"][-1]) == (21, "__background__", "tvmonitor")
+        assert fact.get("options") == (None if name.startswith("lraspp") else {"aux_loss": True})
+    assert facts["fcn_resnet50.COCO_WITH_VOC_LABELS_V1"]["mean_iou"] == 60.5
+
+
 def test_licences_are_the_weights_own():
     torchvision = torchvision_facts()
     assert torchvision["resnet50.IMAGENET1K_V2"]["licence"] == "BSD-3-Clause"

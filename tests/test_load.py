@@ -18,7 +18,8 @@ import torchvision
 import eqzoo
 from eqzoo import CheckpointError
 from eqzoo.checkpoint import unfill
-from eqzoo.models.vision import resnet, vit
+from eqzoo.models.vision import _resnet_upstream as resnet
+from eqzoo.models.vision import _vit_upstream as vit
 from tests.parity import assert_close, assert_same_gradients, randomise
 
 # Whoever imports torch in this process gets an error.

@@ -11,7 +11,7 @@ import torchvision
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from timm.models import get_pretrained_cfg
-from torchvision.transforms._presets import ImageClassification
+from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
 from transformers import AutoImageProcessor
 
 from eqzoo import CheckpointError
@@ -264,6 +264,10 @@ def test_another_image_size_keeps_the_share_of_the_image_that_is_seen(tmp_path, 
     upstream = ImageClassification(crop_size=image_size, resize_size=resize)
     _assert_equal(preprocessing("torchvision/resnet50.IMAGENET1K_V1", image_size=image_size), upstream)
 
+    upstream = SemanticSegmentation(resize_size=image_size)
+    source = "torchvision/fcn_resnet50.COCO_WITH_VOC_LABELS_V1"
+    _assert_equal(preprocessing(source, image_size=image_size), upstream)
+
     for case, changes in {
         "resnet": {"size": image_size},
         "vit without a type": {"size": image_size},
@@ -275,6 +279,12 @@ def test_another_image_size_keeps_the_share_of_the_image_that_is_seen(tmp_path, 
         _folder(tmp_path, preprocessor_config=options)
         prepare = preprocessing(folder, image_size=image_size)
         _assert_equal(prepare, lambda image: processor(image, return_tensors="np")["pixel_values"][0])
+
+
+def test_for_segmentation_the_whole_image_stays():
+    prepare = preprocessing("torchvision/fcn_resnet50.COCO_WITH_VOC_LABELS_V1")
+    assert (prepare.resize, prepare.resize_mode, prepare.crop) == ((520, 520), "cover", None)
+    assert prepare(PHOTOGRAPHS["landscape"]).shape == (520, 779, 3)
 
 
 def test_it_prints_as_what_it_does():

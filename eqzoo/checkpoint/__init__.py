@@ -18,5 +18,6 @@ from eqzoo.checkpoint.rules import Alias as Alias
 from eqzoo.checkpoint.rules import Drop as Drop
 from eqzoo.checkpoint.rules import Rule as Rule
 from eqzoo.checkpoint.rules import Transform as Transform
+from eqzoo.checkpoint.rules import flattened as flattened
 from eqzoo.checkpoint.rules import prefixed as prefixed
 from eqzoo.checkpoint.rules import staged as staged

@@ -26,12 +26,15 @@ _STORAGES = {
 _EMPTY_ORDERED_DICT = b"ccollections\nOrderedDict\n)R"
 
 
-def write_state_dict(path: Path, tensors: Mapping[str, Shaped[np.ndarray, "..."]]) -> None:
-    """Write an archive that `torch.load(weights_only=True)` reads as an `OrderedDict` of tensors."""
+def write_state_dict(path: Path, tensors: Mapping[str, Shaped[np.ndarray, "..."]], version: int = 1) -> None:
+    """Write an archive that `torch.load(weights_only=True)` reads as an `OrderedDict` of tensors, with the `version` of
+    the module that they are of."""
     pickled = [b"\x80\x02", _EMPTY_ORDERED_DICT, b"("]
     for number, (name, array) in enumerate(tensors.items()):
         pickled += [_text(name), _tensor(str(number), name, array)]
-    pickled.append(b"u.")
+    root = b"}" + _text("version") + _integer(version) + b"s"
+    metadata = b"}" + _text("") + root + b"s"
+    pickled.append(b"u}" + _text("_metadata") + metadata + b"sb.")
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", b"".join(pickled))
         archive.writestr("archive/byteorder", "little")

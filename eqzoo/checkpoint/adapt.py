@@ -35,9 +35,47 @@ def mix_channels(
     return mixed.astype(weight.dtype)
 
 
+def resample_positions(
+    weight: Float[np.ndarray, "old dim"], leaf: jax.ShapeDtypeStruct, old: Any, new: Any
+) -> Float[np.ndarray, "new dim"]:
+    """A table of positions for another image size: those of `positioned_prefix` tokens stay, a grid follows."""
+    prefix = old.positioned_prefix
+    return np.concatenate([weight[:prefix], resample_grid(weight[prefix:], leaf.shape[0] - prefix)])
+
+
 def resample_grid(table: Float[np.ndarray, "old dim"], positions: int) -> Float[np.ndarray, "new dim"]:
     """A table of positions on a square grid, resampled to one of `positions` (antialiased bicubic, as timm does)."""
     old, new = math.isqrt(len(table)), math.isqrt(positions)
     grid = table.astype(np.float32).reshape(old, old, -1)
     resized = jax.image.resize(grid, (new, new, grid.shape[-1]), "bicubic", antialias=True)
     return np.asarray(resized).reshape(positions, -1).astype(table.dtype)
+
+
+def resample_offsets(table: Float[np.ndarray, "old heads"], offsets: int) -> Float[np.ndarray, "new heads"]:
+    """A table of all offsets in a square window for one of another size, as timm does.
+
+    The old offsets are laid over the new window in steps that grow geometrically from its centre; between them, numbers
+    are interpolated linearly.
+    """
+    old, new = math.isqrt(len(table)), math.isqrt(offsets)
+    ratio = _ratio_that_spans(old // 2, new // 2)
+    steps = np.cumsum([0.0, *(ratio**step for step in range(old // 2))])
+    places = np.concatenate([-steps[:0:-1], steps]).astype(np.float32)
+    wanted = np.arange(new) - new // 2
+    weights = np.stack([np.interp(wanted, places, row) for row in np.eye(old)], axis=1).astype(np.float32)
+    grid = table.astype(np.float32).reshape(old, old, -1)
+    resized = np.einsum("ai,bj,ijh->abh", weights, weights, grid)
+    return resized.reshape(offsets, -1).astype(table.dtype)
+
+
+def _ratio_that_spans(steps: int, length: int) -> float:
+    """The ratio of a geometric series of so many steps, the first of which is 1, that comes to `length`."""
+    low, high = 1.01, 1.5
+    ratio = low
+    while high - low > 1e-6:
+        ratio = (low + high) / 2
+        if (1 - ratio**steps) / (1 - ratio) > length:
+            high = ratio
+        else:
+            low = ratio
+    return ratio

@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -160,21 +160,21 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def unfill(model: PyTree, rules: Rules) -> dict[str, np.ndarray]:
     """The rules run backwards: the tensors of an upstream checkpoint of this model."""
+    leaves = _array_leaves(model)
+    slots = {slot for path, leaf in leaves for slot in _slots(path, leaf.shape)}
     parts: dict[str, dict[str, np.ndarray]] = {}
     used: dict[str, Rule] = {}
     lost = []
-    for path, leaf in _array_leaves(model):
+    for path, leaf in leaves:
         array = np.asarray(leaf)
         for slot in _slots(path, leaf.shape):
             target = _format(slot)
-            for rule in (rule for rule in rules if isinstance(rule, Rule)):
-                source = rule.source_of(target)
-                if source is not None:
-                    parts.setdefault(source, {})[target] = array[(*slot[1], ...)]
-                    used[source] = rule
-                    break
-            else:
+            rule, source = _rule_and_source(target, rules, slots)
+            if rule is None:
                 lost.append(target)
+            else:
+                parts.setdefault(source, {})[target] = array[(*slot[1], ...)]
+                used[source] = rule
     if lost:
         raise CheckpointError(f"no rule names a place upstream for {', '.join(lost)}; add a rule for it to the family")
     return {
@@ -224,6 +224,16 @@ def _first_that_applies(
     return None, []
 
 
+def _rule_and_source(target: str, rules: Rules, slots: Collection[Slot]) -> tuple[Rule | None, str]:
+    """The first rule backwards that has a place in the model for all it would fill, and its tensor."""
+    for rule in rules:
+        if isinstance(rule, Rule) and (source := rule.source_of(target)) is not None:
+            targets = rule.leaves_of(source) or ()
+            if len(targets) == 1 or all(_parse(leaf) in slots for leaf in targets):
+                return rule, source
+    return None, target
+
+
 def _misfit(tensor: Tensor, rule: Rule, leaves: list[jax.ShapeDtypeStruct]) -> str | None:
     expected = _upstream_shape(rule, leaves)
     if tensor.shape != expected:
@@ -241,13 +251,11 @@ def _upstream_shape(rule: Rule, leaves: list[jax.ShapeDtypeStruct]) -> tuple[int
 
 def _missing(open_slots: Mapping[Slot, None], leaves: Mapping[str, Any], rules: Rules) -> list[str]:
     """What is missing by its upstream name, once a tensor."""
+    slots = {slot for path, leaf in leaves.items() for slot in _slots(path, leaf.shape)}
     missing: dict[str, str] = {}
     for slot in open_slots:
         target = _format(slot)
-        rule, source = next(
-            ((rule, source) for rule in rules if isinstance(rule, Rule) and (source := rule.source_of(target))),
-            (None, target),
-        )
+        rule, source = _rule_and_source(target, rules, slots)
         if rule is None:
             missing[source] = f"{source} {_slot_leaf(leaves, slot).shape}, a leaf that no rule names"
         elif source not in missing and not rule.optional:

@@ -40,6 +40,14 @@ TRANSPOSE_SPLIT = Transform(
 )
 
 
+def flattened(size: int) -> Transform:
+    """A convolution with a `size` x `size` kernel, as the linear layer on all that one window holds."""
+    return Transform(
+        lambda tensor, shapes: [tensor.reshape(shapes[0])],
+        lambda parts: parts[0].reshape(len(parts[0]), -1, size, size),
+    )
+
+
 @dataclass(frozen=True)
 class Rule:
     """Source tensors whose names match `source` fill the leaf, or the leaves, that `target` names.
@@ -112,20 +120,20 @@ def prefixed(source: str, target: str, rules: Sequence[Rule]) -> tuple[Rule, ...
     )
 
 
-def staged(source: str, target: str, rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """The rules of a block for each block of an `nn.Stage`: upstream's number 0 is `first`, the others are `rest`."""
+def staged(source: str, target: str, rules: Sequence[Rule], *, start: int = 0) -> tuple[Rule, ...]:
+    """The rules of a block for each block of an `nn.Stage`: upstream's number `start` is `first`, the others `rest`."""
     number = len(_GROUP.findall(source))
     return (
-        *prefixed(rf"{source}0\.", f"{target}first.", rules),
-        *prefixed(rf"{source}(\d+)\.", f"{target}rest[{{{number}-1}}].", rules),
+        *prefixed(rf"{source}{start}\.", f"{target}first.", rules),
+        *prefixed(rf"{source}(\d+)\.", f"{target}rest[{{{number}-{start + 1}}}].", rules),
     )
 
 
 def _check_source(source: str) -> None:
     literal = re.sub(r"\\\.", "", _GROUP.sub("", source))
-    if re.search(r"[^\w]", literal):
+    if re.search(r"[^\w-]", literal):
         raise ValueError(
-            rf"rule {source!r} can't be read backwards: outside of groups use letters, digits, '_' and '\.' only"
+            rf"rule {source!r} can't be read backwards: outside of groups use letters, digits, '_', '-' and '\.' only"
         )
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import Shaped
 
 from eqzoo.checkpoint.rules import Alias, Drop, Rule
 
@@ -56,6 +58,24 @@ class Options:
                 raise ValueError(f"option {name!r} (of value {value!r}) is not known to eqzoo")
         return result
 
+    def read_changes(self, options: Mapping[str, Any], config: Any) -> dict[str, Any]:
+        """The config fields that a description of changes to a `config` sets.
+
+        An option that says what the config has anyway brings nothing along that usually goes with it, such as a norm
+        with a pool.
+        """
+        said = {name: field for name, value in options.items() if (field := self._said(name, value, config))}
+        changes = self.read({name: value for name, value in options.items() if name not in said})
+        return changes | {field: getattr(config, field) for field in said.values()}
+
+    def _said(self, name: str, value: Any, config: Any) -> str | None:
+        """The config's field that has the value of an option already."""
+        entry = self.table.get(name)
+        if isinstance(entry, Option):
+            said = _is_among(value, entry.values) and entry.values[value] == getattr(config, entry.field)
+            return entry.field if said else None
+        return entry if entry is not None and _tuples(value) == getattr(config, entry) else None
+
     def write(self, config: Any) -> dict[str, Any]:
         """The options that say what a config's fields say."""
         for name, value in self.implied.items():
@@ -67,6 +87,8 @@ class Options:
                 result[name] = getattr(config, entry)
             else:
                 value = getattr(config, entry.field)
+                if value not in entry.values.values():
+                    raise ValueError(f"upstream has no {entry.field}={value!r}; use `eqzoo.save`")
                 result[name] = next(theirs for theirs, ours in entry.values.items() if ours == value)
         return self.restore(result)
 
@@ -82,7 +104,8 @@ class Upstream(NamedTuple):
     `names` are globs over the family's variants: those that the library has under the same name. transformers tells
     its models apart by `model_type`; `architecture` is the class that takes a whole model, and `base` the variant that
     its options describe where they say nothing. `zeros` are tensors that it insists on though they change nothing:
-    their shapes by the config.
+    their shapes by the config; `buffers`, tensors that it stores though they follow from the config. `version` is that
+    of its module, which torch's files state.
     """
 
     rules: tuple[Rule | Drop | Alias, ...]
@@ -92,6 +115,8 @@ class Upstream(NamedTuple):
     architecture: str = ""
     base: str = ""
     zeros: Mapping[str, Callable[[Any], tuple[int, ...]]] = {}
+    buffers: Callable[[Any], Mapping[str, Shaped[np.ndarray, "..."]]] = lambda config: {}
+    version: int = 1
 
     def has(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)

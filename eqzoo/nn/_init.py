@@ -70,6 +70,21 @@ def kaiming_fan_out(key: PRNGKeyArray, shape: Sequence[int]) -> Float[Array, "..
     return normal(key, shape, sqrt(2 / (shape[0] * prod(shape[2:]))))
 
 
+def kaiming_fan_out_of_groups(groups: int) -> Init:
+    """As `kaiming_fan_out`, by the number of outputs of one of a convolution's groups, as TensorFlow counts them."""
+    return lambda key, shape: normal(key, shape, sqrt(2 * groups / (shape[0] * prod(shape[2:]))))
+
+
+def kaiming_uniform(key: PRNGKeyArray, shape: Sequence[int]) -> Float[Array, "..."]:
+    """He et al. (2015) for ReLU, uniform, by the number of inputs."""
+    return uniform(key, shape, sqrt(6 / prod(shape[1:])))
+
+
+def xavier(key: PRNGKeyArray, shape: Sequence[int]) -> Float[Array, "..."]:
+    """Glorot and Bengio (2010): uniform, by the number of inputs and outputs together."""
+    return uniform(key, shape, sqrt(6 / ((shape[0] + shape[1]) * prod(shape[2:]))))
+
+
 def torch_default(key: PRNGKeyArray, shape: Sequence[int], fan_in: int) -> Float[Array, "..."]:
     """What torch's Linear and Conv2d start from, weight and bias alike: uniform in +-1/sqrt(fan_in)."""
     return uniform(key, shape, 1 / sqrt(fan_in))

@@ -6,6 +6,7 @@ The GELUs run in float32: below -2, half precision has no digits left of `1 + er
 from collections.abc import Callable
 from math import sqrt
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -31,6 +32,13 @@ def quick_gelu(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
 
 def mish(x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
     return x * jnp.tanh(jax.nn.softplus(x))
+
+
+class ReLU(eqx.Module):
+    """ReLU as a layer, for networks that are one sequence."""
+
+    def __call__(self, x: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
+        return jax.nn.relu(x)
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {

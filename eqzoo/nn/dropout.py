@@ -46,9 +46,9 @@ class Dropout(eqx.Module):
         return jnp.where(keep, x / (1 - self.rate), jnp.zeros_like(x))
 
 
-def block_depths(depths: Sequence[int]) -> tuple[Float[Array, " depth"], ...]:
-    """How deep each block of each stage lies: from 0 at the first to 1 at the last."""
-    every = np.linspace(0.0, 1.0, sum(depths), dtype=np.float32)
+def block_depths(depths: Sequence[int], *, endpoint: bool = True) -> tuple[Float[Array, " depth"], ...]:
+    """How deep each block of each stage lies: from 0 at the first to 1 at the last, or without `endpoint` after it."""
+    every = np.linspace(0.0, 1.0, sum(depths), endpoint=endpoint, dtype=np.float32)
     return tuple(map(jnp.asarray, np.split(every, np.cumsum(depths)[:-1])))
 
 

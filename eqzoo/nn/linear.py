@@ -8,6 +8,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqzoo.nn._init import Init, normal, weight_and_bias
 from eqzoo.nn.dropout import Dropout, split_key
+from eqzoo.nn.norm import LayerNorm, RMSNorm
+
+Norm = Callable[[int], LayerNorm | RMSNorm]
 
 
 class Linear(eqx.Module):
@@ -49,9 +52,10 @@ class Embedding(eqx.Module):
 
 
 class MLP(eqx.Module):
-    """Two linear layers with an activation between them."""
+    """Two linear layers with an activation, and perhaps a norm made by `norm`, between them."""
 
     fc1: Linear
+    norm: LayerNorm | RMSNorm | None
     fc2: Linear
     dropout: Dropout
     activation: Callable[[Array], Array] = eqx.field(static=True)
@@ -63,12 +67,14 @@ class MLP(eqx.Module):
         *,
         activation: Callable[[Array], Array],
         use_bias: bool = True,
+        norm: Norm | None = None,
         dropout: float = 0.0,
         init: Init | None = None,
         key: PRNGKeyArray,
     ):
         key1, key2 = jax.random.split(key)
         self.fc1 = Linear(dim, hidden, use_bias=use_bias, init=init, key=key1)
+        self.norm = None if norm is None else norm(hidden)
         self.fc2 = Linear(hidden, dim, use_bias=use_bias, init=init, key=key2)
         self.dropout = Dropout(dropout)
         self.activation = activation
@@ -76,15 +82,21 @@ class MLP(eqx.Module):
     def __call__(self, x: Float[Array, "*axes dim"], *, key: PRNGKeyArray | None = None) -> Float[Array, "*axes dim"]:
         key_hidden, key_out = split_key(key, 2)
         hidden = self.dropout(self.activation(self.fc1(x)), key=key_hidden)
+        hidden = hidden if self.norm is None else self.norm(hidden)
         return self.dropout(self.fc2(hidden), key=key_out)
 
 
 class GatedMLP(eqx.Module):
-    """`down(activation(gate(x)) * up(x))`: SwiGLU with SiLU, GeGLU with GELU (Shazeer, 2020)."""
+    """`down(activation(gate(x)) * up(x))`: SwiGLU with SiLU, GeGLU with GELU (Shazeer, 2020).
+
+    With `norm`, the product is normalised (sub-LN; EVA-02).
+    """
 
     gate: Linear
     up: Linear
+    norm: LayerNorm | RMSNorm | None
     down: Linear
+    dropout: Dropout
     activation: Callable[[Array], Array] = eqx.field(static=True)
 
     def __init__(
@@ -94,14 +106,21 @@ class GatedMLP(eqx.Module):
         *,
         activation: Callable[[Array], Array],
         use_bias: bool = False,
+        norm: Norm | None = None,
+        dropout: float = 0.0,
         init: Init | None = None,
         key: PRNGKeyArray,
     ):
         key_gate, key_up, key_down = jax.random.split(key, 3)
         self.gate = Linear(dim, hidden, use_bias=use_bias, init=init, key=key_gate)
         self.up = Linear(dim, hidden, use_bias=use_bias, init=init, key=key_up)
+        self.norm = None if norm is None else norm(hidden)
         self.down = Linear(hidden, dim, use_bias=use_bias, init=init, key=key_down)
+        self.dropout = Dropout(dropout)
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes dim"]:
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+    def __call__(self, x: Float[Array, "*axes dim"], *, key: PRNGKeyArray | None = None) -> Float[Array, "*axes dim"]:
+        key_hidden, key_out = split_key(key, 2)
+        hidden = self.dropout(self.activation(self.gate(x)) * self.up(x), key=key_hidden)
+        hidden = hidden if self.norm is None else self.norm(hidden)
+        return self.dropout(self.down(hidden), key=key_out)

@@ -5,6 +5,7 @@ from functools import partial, reduce
 from math import ceil
 from operator import add
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float
 
 from eqzoo.nn._conv_primitives import Pair, Shape
 from eqzoo.nn._precision import at_least_float32
-from eqzoo.nn.conv import as_pair, same_tf_padding
+from eqzoo.nn.conv import as_pair, conv2d, same_tf_padding
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class _Windows:
             count = (ceil(room / s) if ceil_mode else room // s) + 1
             if ceil_mode and (count - 1) * s >= n + p:
                 count -= 1  # torch wants the last window to start inside the image or the padding before it
-            if room < 0:
+            if count < 1:
                 raise ValueError(
                     f"A window of {window} with dilation {dilation} doesn't fit into an image of {size} with "
                     f"padding {padding}; enlarge the image or choose a smaller window."
@@ -76,6 +77,17 @@ def max_pool(
     return _max_of_windows(_pad(x, windows.pads, -jnp.inf), windows)
 
 
+class MaxPool(eqx.Module):
+    """`max_pool` as a layer, for networks that are one sequence."""
+
+    window: int = eqx.field(static=True)
+    stride: int = eqx.field(static=True)
+    ceil_mode: bool = eqx.field(static=True, default=False)
+
+    def __call__(self, x: Float[Array, "height width channels"]) -> Float[Array, "out_height out_width channels"]:
+        return max_pool(x, self.window, stride=self.stride, ceil_mode=self.ceil_mode)
+
+
 def avg_pool(
     x: Float[Array, "height width channels"],
     window: int | Pair,
@@ -100,6 +112,16 @@ def avg_pool(
         for n, k, s, p, count in zip(x.shape[:2], window, stride, padding, windows.count, strict=True)
     )
     return (total / jnp.asarray(np.multiply.outer(rows, columns)[:, :, None], total.dtype)).astype(x.dtype)
+
+
+def blur_pool(
+    x: Float[Array, "height width channels"], *, stride: int
+) -> Float[Array, "out_height out_width channels"]:
+    """Every `stride`-th pixel of the image smoothed by a binomial filter (Zhang, 2019); the border is mirrored."""
+    channels = x.shape[-1]
+    taps = np.outer([1, 2, 1], [1, 2, 1]) / 16
+    weight = jnp.broadcast_to(jnp.asarray(taps, x.dtype), (channels, 1, 3, 3))
+    return conv2d(jnp.pad(x, ((1, 1), (1, 1), (0, 0)), mode="reflect"), weight, stride=stride, groups=channels)
 
 
 def adaptive_avg_pool(

@@ -54,24 +54,42 @@ def rotary_angles(
     return positions[:, None] * (1 / (np.float64(base) ** exponents).astype(np.float32))
 
 
-def rotary_angles_2d(height: int, width: int, dim: int, *, base: float = 10000.0) -> Float[Array, "tokens half_dim"]:
-    """For a grid in row-major order: half of the pairs turn with the row, the other half with the column."""
+def rotary_angles_2d(
+    height: int,
+    width: int,
+    dim: int,
+    *,
+    base: float = 10000.0,
+    rows: Float[Array, " height"] | None = None,
+    columns: Float[Array, " width"] | None = None,
+    columns_first: bool = False,
+) -> Float[Array, "tokens half_dim"]:
+    """For a grid in row-major order: half of the pairs turn with the row, the other half with the column.
+
+    `rows` and `columns` are where these lie, by default at 0, 1, 2...; `columns_first` has the first half turn with the
+    column.
+    """
     if dim % 4:
         raise ValueError(
             f"rotary_angles_2d: dim={dim} is not a multiple of 4; row and column each turn pairs of channels"
         )
-    rows, columns = jnp.indices((height, width), dtype=jnp.float32).reshape(2, -1)
-    halves = [rotary_angles(axis, dim // 2, base=base) for axis in (rows, columns)]
-    return jnp.concatenate(halves, axis=-1)
+    rows = jnp.arange(height, dtype=jnp.float32) if rows is None else rows
+    columns = jnp.arange(width, dtype=jnp.float32) if columns is None else columns
+    by_row, by_column = (rotary_angles(axis, dim // 2, base=base) for axis in (rows, columns))
+    by_row, by_column = jnp.repeat(by_row, width, axis=0), jnp.tile(by_column, (height, 1))
+    return jnp.concatenate([by_column, by_row] if columns_first else [by_row, by_column], axis=-1)
 
 
 def rotate(
     x: Float[Array, "heads tokens dim_head"],
-    angles: Float[Array, "tokens half_dim_head"],
+    angles: Float[Array, "*heads tokens half_dim_head"],
     *,
     interleaved: bool = False,
 ) -> Float[Array, "heads tokens dim_head"]:
-    """Turn pairs of channels: i with i + half (Llama, GPT-NeoX), or neighbours when `interleaved` (GPT-J, EVA)."""
+    """Turn pairs of channels: i with i + half (Llama, GPT-NeoX), or neighbours when `interleaved` (GPT-J, EVA).
+
+    `angles` are the same for all heads, or have a leading axis of heads.
+    """
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
     if interleaved:
         first, second = x[..., 0::2], x[..., 1::2]

@@ -48,7 +48,7 @@ class Stack(eqx.Module, Generic[Block]):
             arrays, x = layer
             return step(eqx.combine(arrays, static), carry, x)
 
-        body = jax.checkpoint(body, prevent_cse=False, policy=None if self.remat else _is_product)
+        body = jax.checkpoint(body, prevent_cse=False) if self.remat else keep_products(body)
         return jax.lax.scan(body, carry, (arrays, xs), length=self.depth, unroll=self.unroll)
 
     def __call__(
@@ -64,6 +64,11 @@ class Stack(eqx.Module, Generic[Block]):
         xs = (state.substate(self.block), each, _layer_keys(key, self.depth))
         x, substate = self.scan(_stateful_step, x, xs)
         return x, state.update(substate)
+
+
+def keep_products(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body of a scan that keeps its products and convolutions for the backward pass and recomputes the rest."""
+    return jax.checkpoint(body, prevent_cse=False, policy=_is_product)
 
 
 def _is_product(primitive: Primitive, *operands: Any, **parameters: Any) -> bool:
@@ -127,10 +132,20 @@ class Stage(eqx.Module, Generic[Block]):
     def with_state(
         self, x: Float[Array, "*axes"], state: eqx.nn.State, *, each: PyTree = None, key: PRNGKeyArray | None = None
     ) -> tuple[Float[Array, "*out_axes"], eqx.nn.State]:
+        (_, x), state = self.first_and_last(x, state, each=each, key=key)
+        return x, state
+
+    def first_and_last(
+        self, x: Float[Array, "*axes"], state: eqx.nn.State, *, each: PyTree = None, key: PRNGKeyArray | None = None
+    ) -> tuple[tuple[Float[Array, "*out_axes"], Float[Array, "*out_axes"]], eqx.nn.State]:
+        """As `with_state`, and what the first block put out beside what the last did."""
         key_first, key_rest = split_key(key, 2)
         first, rest = _first_and_rest(each)
         x, state = _stateful_step(self.first, x, (state, first, key_first))
-        return (x, state) if self.rest is None else self.rest.with_state(x, state, each=rest, key=key_rest)
+        if self.rest is None:
+            return (x, x), state
+        y, state = self.rest.with_state(x, state, each=rest, key=key_rest)
+        return (x, y), state
 
 
 def _first_and_rest(each: PyTree) -> tuple[PyTree, PyTree]:

@@ -55,6 +55,8 @@ class Preparation:
                 )
             return cls(image_size, _HALVES, _HALVES)
         upstream = preprocessing(source, image_size=image_size)
+        if upstream.crop is None:
+            raise ValueError(f"{source} takes whole images, for it labels pixels; give a classifier")
         if len(set(upstream.crop)) > 1 or len(upstream.mean) != 3:
             raise ValueError(
                 f"{source} takes images of {upstream.crop[0]} x {upstream.crop[1]} pixels and {len(upstream.mean)} "

@@ -14,11 +14,11 @@ from eqzoo.tree.paths import leaves_with_paths, map_with_path
 from eqzoo.tree.select import Where, is_float, select
 
 _SCALES = (
-    *(nn.BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LayerScale),
+    *(nn.BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LayerScale, nn.RelativeBias, nn.ContinuousBias),
     *(eqx.nn.BatchNorm, eqx.nn.GroupNorm, eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.PReLU),
 )
 
-_POSITIONS = r"(\w+_)?pos(ition(s|al)?)?(_(emb\w*|encodings?|bias\w*|table|[hw]))?|relative_\w*bias\w*|wpe"
+_POSITIONS = r"frequencies|(\w+_)?pos(ition(s|al)?)?(_(emb\w*|encodings?|bias\w*|table|[hw]))?|relative_\w*bias\w*|wpe"
 _NO_MATRIX = re.compile(
     r"(.*\.)?("
     r"b(_\w+)?|(\w+_)?bias(es)?(_\w+)?"  # b, b_out; bias, bias_n, in_proj_bias
@@ -32,8 +32,9 @@ _NO_MATRIX = re.compile(
 def decay_mask(tree: PyTree) -> PyTree[bool]:
     """True for what weight decay should shrink: the weights of matrix products, convolutions and embeddings.
 
-    Biases, the scales of norms and layers, tokens and tables of positions stay as they are, also where a stack or an
-    ensemble gives them more axes: modules tell them by type, other trees by name. optax calls it by itself:
+    Biases, the scales of norms and layers, tokens and tables of positions, or what computes these, stay as they are,
+    also where a stack or an ensemble gives them more axes: modules tell them by type, other trees by name. optax calls
+    it by itself:
 
     ```python
     decay_mask([{"W": jnp.ones((2, 3)), "b": jnp.ones(2)}])  # [{'W': True, 'b': False}]

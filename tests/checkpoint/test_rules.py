@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eqzoo.checkpoint import BATCH_NORM, SAME, SPLIT, TRANSPOSE, TRANSPOSE_SPLIT, Rule, prefixed, staged
+from eqzoo.checkpoint import BATCH_NORM, SAME, SPLIT, TRANSPOSE, TRANSPOSE_SPLIT, Rule, flattened, prefixed, staged
 
 CASES = [
     (Rule(r"fc\.(weight|bias)", "head.{0}"), "fc.bias", ("head.bias",)),
@@ -14,6 +14,7 @@ CASES = [
     ),
     (Rule(r"h\.(\d+)\.(weight|bias)", "blocks[{0}].{1}"), "h.11.weight", ("blocks[11].weight",)),
     (Rule(r"up(\d+)\.w", "blocks[{0+2}].w"), "up3.w", ("blocks[5].w",)),
+    (Rule(r"block1-(\d+)\.w", "x.{0}"), "block1-7.w", ("x.7",)),
     (Rule(r"a(\d)\.b(\d)", "x.{1}.y.{0}.z.{1}"), "a1.b2", ("x.2.y.1.z.2",)),
     (Rule(r"qkv\.(weight|bias)", ("q.{0}", "k.{0}", "v.{0}"), SPLIT), "qkv.bias", ("q.bias", "k.bias", "v.bias")),
 ]
@@ -65,13 +66,13 @@ def test_prefixed_moves_the_groups_of_a_part_behind_those_of_its_place():
     assert [rule.optional for rule in rules] == [False, False, True]
 
 
-def test_staged_tells_the_first_block_from_the_rest():
-    rules = staged(r"layer(\d)\.", "stages.{0-1}.", (Rule(r"conv(\d)\.weight", "convs.{0}.weight"),))
-    first, later = "layer2.0.conv3.weight", "layer2.5.conv3.weight"
-    assert rules[0].leaves_of(first) == ("stages.1.first.convs.3.weight",)
-    assert [rule.leaves_of(later) for rule in rules] == [None, ("stages.1.rest[4].convs.3.weight",)]
-    assert rules[0].source_of("stages.1.first.convs.3.weight") == "layer2.0.conv3.weight"
-    assert rules[1].source_of("stages.1.rest[4].convs.3.weight") == "layer2.5.conv3.weight"
+@pytest.mark.parametrize("start", [0, 1])
+def test_the_first_block_of_a_stage_has_upstreams_first_number(start):
+    first, rest = staged(r"s(\d)\.b", "stages.{0-1}.", [Rule(r"conv\.weight", "conv.weight")], start=start)
+    assert first.leaves_of(f"s2.b{start}.conv.weight") == ("stages.1.first.conv.weight",)
+    assert rest.leaves_of(f"s2.b{start + 3}.conv.weight") == ("stages.1.rest[2].conv.weight",)
+    assert rest.source_of("stages.1.rest[0].conv.weight") == f"s2.b{start + 1}.conv.weight"
+    assert rest.source_of("stages.1.first.conv.weight") is None
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,8 @@ def test_staged_tells_the_first_block_from_the_rest():
         (SPLIT, [(2, 3), (4, 3), (1, 3)], (7, 3)),
         (TRANSPOSE_SPLIT, [(2, 3), (4, 3)], (3, 6)),
         (TRANSPOSE_SPLIT, [(2,), (4,)], (6,)),
+        (flattened(3), [(2, 36)], (2, 4, 3, 3)),
+        (flattened(1), [(2, 5)], (2, 5, 1, 1)),
     ],
 )
 def test_a_transform_and_its_inverse(transform, shapes, source_shape):

@@ -74,6 +74,13 @@ def test_names_keep_their_order_and_their_letters(tmp_path):
     assert all(torch.equal(loaded[name], torch.tensor(tensors[name])) for name in names)
 
 
+def test_the_modules_version_is_stated_as_torch_does(tmp_path):
+    write_state_dict(tmp_path / "x.pth", {}, version=2)
+    module = torch.nn.Module()
+    module._version = 2
+    assert torch.load(tmp_path / "x.pth", weights_only=True)._metadata == module.state_dict()._metadata
+
+
 def test_an_empty_state_dict(tmp_path):
     assert written(tmp_path / "x.pth", {}) == OrderedDict()
 

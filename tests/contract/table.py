@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 import eqzoo
 from eqzoo._model import _merge, _split
+from eqzoo.models.vision._mobilenet_config import table
 from eqzoo.tree import leaves_with_paths, map_with_path
 
 BATCH = 8
@@ -24,15 +25,17 @@ BATCH = 8
 class Row:
     """A family's class with a tiny config: every structural part, two layers or more in every stack, all rates above 0.
 
-    `example` draws one input. `read_out` computes the output from what `features` (or `hidden`) returns. `vanishing` is
-    a regex on the paths of leaves whose gradient is zero by symmetry, `replicated` on those of matrices that every
-    device keeps a copy of on purpose.
+    `example` draws one input. `read_out` computes the output from what `features` (or `hidden`) returns, `after_head`
+    from what the head returns. `vanishing` is a regex on the paths of leaves whose gradient is zero by symmetry or
+    because only `logits_with_auxiliary` needs them, `replicated` on those of matrices that every device keeps a copy of
+    on purpose.
     """
 
     model: type[Any]
     config: Any
     example: Callable[[PRNGKeyArray], Array]
     read_out: Callable[[Any, Any], Array]
+    after_head: Callable[[Array], Array] = lambda logits: logits
     vanishing: str = ""
     replicated: str = ""
 
@@ -81,12 +84,12 @@ ROWS = (
             stem="deep",
             stem_width=4,
             shortcut="pool",
-            squeeze_excite=True,
+            attention="squeeze_excite",
             num_classes=8,
         ),
         example=_image(18, 26, 3),
         read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=(0, 1))),
-        replicated=r".*squeeze_excite\.fc\d\.weight",
+        replicated=r".*attention\.fc\d\.weight",
     ),
     Row(
         model=eqzoo.ViT,
@@ -117,7 +120,258 @@ ROWS = (
         read_out=lambda model, hidden: hidden @ model.embedding.weight.T,
         vanishing=r".*attention\.key\.bias",  # as above
     ),
+    Row(
+        model=eqzoo.ConvNeXt,
+        config=eqzoo.ConvNeXtConfig(
+            depths=(2, 3),
+            widths=(8, 12),
+            kernel_sizes=(3, 5),
+            stem="overlap_act",
+            norm="simple",
+            response_norm=True,
+            layer_scale=1e-6,
+            conv_mlp=True,
+            head_hidden=10,
+            dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(17, 23, 3),
+        read_out=lambda model, features: model.head(
+            eqzoo.nn.gelu(model.hidden(model.norm(jnp.mean(features[-1], axis=(0, 1)))))
+        ),
+    ),
+    Row(
+        model=eqzoo.Mixer,
+        config=eqzoo.MixerConfig(
+            dim=16,
+            depth=3,
+            patch_size=4,
+            image_size=12,
+            mlp_ratio=(0.5, 2.0),
+            gated=True,
+            activation="silu",
+            stem_norm=True,
+            mlp_dropout=0.1,
+            dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(12, 12, 3),
+        read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=0)),
+    ),
+    Row(
+        model=eqzoo.Swin,
+        config=eqzoo.SwinConfig(
+            version=2,
+            dim=8,
+            depths=(2, 3),
+            heads=(2, 2),
+            windows=(3, 3),
+            pretrained_windows=(2, 0),
+            patch_size=2,
+            image_size=16,
+            dropout=0.1,
+            attention_dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(16, 14, 3),
+        read_out=lambda model, features: model.head(jnp.mean(model.norm(features[-1]), axis=(0, 1))),
+        replicated=r".*\.bias\.fc\d\.weight",
+    ),
+    Row(
+        model=eqzoo.MaxViT,
+        config=eqzoo.MaxViTConfig(
+            depths=(3,),
+            widths=(8,),
+            stem_width=4,
+            dim_head=4,
+            window=2,
+            mlp_ratio=2,
+            dropout=0.1,
+            attention_dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(16, 16, 3),
+        read_out=lambda model, features: model.head(
+            jnp.tanh(model.pre_head(model.norm(jnp.mean(features[-1], axis=(0, 1)))))
+        ),
+        vanishing=r".*attention\.key\.bias|.*mbconv\.norm\.bias",  # as above; the next batch norm takes it off
+        replicated=r".*\.bias\.table",
+    ),
+    Row(
+        model=eqzoo.RegNet,
+        config=eqzoo.RegNetConfig(
+            depths=(1, 3),
+            widths=(8, 12),
+            group_size=8,
+            bottleneck=2.0,
+            squeeze_excite=0.25,
+            shortcut="pool",
+            linear_out=True,
+            activation="silu",
+            stem_width=8,
+            last_width=16,
+            dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(10, 14, 3),
+        read_out=lambda model, features: model.head(jnp.mean(model.last(features[-1]), axis=(0, 1))),
+        vanishing=r".*(layers\.3|pooled_shortcut)\.norm\.bias",  # the next batch norm takes it off
+        replicated=r".*layers\.\d\.fc\d\.weight",  # squeeze-and-excitation
+    ),
+    Row(
+        model=eqzoo.DenseNet,
+        config=eqzoo.DenseNetConfig(
+            growth_rate=8,
+            layers=(1, 2),
+            bottleneck=2,
+            stem="deep",
+            blur=True,
+            layer_dropout=0.1,
+            dropout=0.1,
+            num_classes=8,
+        ),
+        example=_image(18, 26, 3),
+        read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=(0, 1))),
+    ),
+    Row(
+        model=eqzoo.ShuffleNetV2,
+        config=eqzoo.ShuffleNetV2Config(depths=(1, 3), widths=(8, 16), stem_width=8, last_width=24, num_classes=8),
+        example=_image(18, 26, 3),
+        read_out=lambda model, features: model.head(jnp.mean(model.last(features[-1]), axis=(0, 1))),
+        vanishing=r".*(left\.0|right\.1)\.norm\.bias",  # the next batch norm takes it off
+    ),
+    Row(
+        model=eqzoo.VGG,
+        config=eqzoo.VGGConfig(widths=((8,), (12, 12)), norm=True, hidden=16, pool="after", dropout=0.1, num_classes=8),
+        example=_image(18, 34, 3),
+        read_out=lambda model, features: model.head(model.embedding(features[-1])),
+        vanishing=r"layers\.[047]\.bias",  # batch norm takes it off again
+    ),
+    Row(
+        model=eqzoo.AlexNet,
+        config=eqzoo.AlexNetConfig(widths=(8, 12, 8, 12, 8), hidden=16, dropout=0.1, num_classes=8),
+        example=_image(63, 71, 3),
+        read_out=lambda model, features: model.head(model.embedding(features[-1])),
+    ),
+    Row(
+        model=eqzoo.SqueezeNet,
+        config=eqzoo.SqueezeNetConfig(stem_width=8, stem_kernel=3, squeeze=((2, 3), (2,)), dropout=0.1, num_classes=8),
+        example=_image(9, 9, 3),  # which leaves one position, so that there is one embedding
+        read_out=lambda model, features: jnp.mean(jax.nn.relu(model.head(features[-1])), axis=(0, 1)),
+        after_head=jax.nn.relu,
+    ),
+    Row(
+        model=eqzoo.GoogLeNet,
+        config=eqzoo.GoogLeNetConfig(
+            stem=(8, 8, 8),
+            blocks=(((8, 8, 8, 8, 8, 8),), ((8, 8, 8, 8, 8, 8), (8, 8, 8, 8, 8, 16)), ((8, 8, 8, 8, 8, 8),)),
+            transform_input=True,
+            aux_heads=True,
+            aux=(8, 16),
+            dropout=0.1,
+            aux_dropout=0.1,
+            num_classes=8,
+        ),
+        example=_image(65, 81, 3),
+        read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=(0, 1))),
+        vanishing=r"aux_heads\..*",
+    ),
+    Row(
+        model=eqzoo.InceptionV3,
+        config=eqzoo.InceptionV3Config(
+            pool_widths=(64,),
+            widths_7x7=(128,),
+            wide_blocks=1,
+            width=1 / 16,
+            transform_input=True,
+            aux_heads=False,  # it takes images of 299 pixels; GoogLeNet has some
+            dropout=0.1,
+            num_classes=8,
+        ),
+        example=_image(107, 123, 3),
+        read_out=lambda model, features: model.head(jnp.mean(features[-1], axis=(0, 1))),
+    ),
+    Row(
+        model=eqzoo.Eva,
+        config=eqzoo.EvaConfig(
+            dim=16,
+            depth=3,
+            heads=2,
+            patch_size=4,
+            image_size=12,
+            mlp="swiglu",
+            registers=1,
+            rotary="grid",
+            rotary_grid=4,
+            pool="map",
+            pre_norm=True,
+            attention_norm=True,
+            mlp_norm=True,
+            final_norm=True,
+            layer_scale=1e-5,
+            dropout=0.1,
+            attention_dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(12, 12, 3),
+        read_out=lambda model, features: model.head(model.fc_norm(model.attention_pool(features[-1]))),
+        vanishing=r"attention_pool\.key\.bias",  # it moves all scores of a query alike
+        replicated=r"class_token|registers|positions|attention_pool\.latent\.weight",
+    ),
+    Row(
+        model=eqzoo.MobileNet,
+        config=eqzoo.MobileNetConfig(
+            stages=table(
+                "cn_r1_k3_s1_c8_skip er_r1_k3_s1_e2_c8",
+                "ds_r1_k3_s2_c8 ir_r3_k3.5_a1.1_s1_e2_c8_se0.25",
+                "uir_r1_a3_k3_s1_e2_c12 mqa_r1_k3_h2_s1_v2_d4_c12",
+            ),
+            stem_width=8,
+            top_width=24,
+            activation="silu",
+            padding="same_tf",
+            layer_scale=1e-5,
+            dropout=0.1,
+            drop_path=0.1,
+            num_classes=8,
+        ),
+        example=_image(17, 22, 3),
+        read_out=lambda model, features: model.head(model.pooled(features[-1])),
+        vanishing=r".*(dw_start|2\.0\.first\.pw_proj|key_down)\.norm\.bias",  # the next batch norm takes it off
+        replicated=r".*squeeze_excite\.fc\d\.weight",
+    ),
+    Row(
+        model=eqzoo.Segmenter,
+        config=eqzoo.SegmenterConfig(
+            backbone="test_convnext",
+            decoder="aspp",
+            output_stride=32,
+            aux_head=True,
+            dropout=0.1,
+            pyramid_dropout=0.1,
+            num_classes=8,
+        ),
+        example=_image(40, 64, 3),
+        read_out=lambda model, features: eqzoo.nn.resize_bilinear(model.head(features[-1]), (40, 64)),
+        # the main logits don't need it; or the next batch norm takes it off, for dilations are larger than the map
+        vanishing=r"aux_.*|backbone\.norm\.(weight|bias)|backbone\.stages\.3\.blocks\[\*\]\.fc2\.bias",
+    ),
+    Row(
+        model=eqzoo.UNet,
+        config=eqzoo.UNetConfig(backbone="test_efficientnet", widths=(16, 8, 8, 8, 8), num_classes=8),
+        example=_image(37, 50, 3),
+        read_out=lambda model, features: model.head(features[-1]),
+    ),
 )
+
+# A family of each kind: of plain layers, with running statistics, of stacked blocks, and of text.
+KINDS = tuple(row for row in ROWS if row.model in (eqzoo.MLP, eqzoo.ResNet, eqzoo.ViT, eqzoo.GPT2))
 
 
 def randomised(row: Row, seed: int) -> tuple[Any, eqx.nn.State]:
@@ -185,7 +439,7 @@ def assert_close(ours: PyTree, expected: PyTree, tolerance: float) -> None:
     for (path, theirs), leaf in zip(named, leaves, strict=True):
         assert leaf.shape == theirs.shape, path
         assert np.isfinite(leaf).all(), f"{path} is not finite"
-        scale = max(np.abs(theirs).max(), 1e-3 * largest)
+        scale = max(np.abs(theirs).max(), 1e-3 * largest) or 1.0  # all zeros: what a head of zeros puts out
         error = np.abs(leaf.astype(float) - theirs.astype(float)).max() / scale
         assert error <= tolerance, f"{path or 'the output'}: relative error {error:.2e}, above {tolerance:.0e}"
 

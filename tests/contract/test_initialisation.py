@@ -8,10 +8,7 @@ import pytest
 from eqzoo.sharding import make_mesh, shardings
 from eqzoo.tree import leaves_with_paths
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_quickly():
-    """Not here."""
+pytestmark = pytest.mark.usefixtures("compile_as_users_do")
 
 
 def test_initialisation_is_the_same_everywhere(row):

@@ -11,7 +11,7 @@ from jaxtyping import Array
 import eqzoo
 from eqzoo import nn, tree
 from tests.contract.conftest import Subject
-from tests.contract.table import assert_close, error
+from tests.contract.table import assert_close, error, matches
 
 
 def predict(subject: Subject, model) -> Array:
@@ -22,8 +22,12 @@ def check_decay_mask(subject: Subject, predictions: Array) -> None:
     """One step of AdamW without gradients shrinks the weights of the layers that multiply, and moves nothing else."""
     params = eqx.filter(subject.model, eqx.is_inexact_array)
     optimizer = optax.adamw(0.5, weight_decay=0.5, mask=tree.decay_mask)
-    updates, _ = optimizer.update(tree.zeros_like(params), optimizer.init(params), params)
-    multiplying = weights_of_layers(subject)
+    updates = jax.jit(lambda params: optimizer.update(tree.zeros_like(params), optimizer.init(params), params)[0])(
+        params
+    )
+    is_bias = lambda node: isinstance(node, nn.ContinuousBias)  # the layers of which compute one
+    biases = [path for path, node in tree.leaves_with_paths(subject.model, is_leaf=is_bias) if is_bias(node)]
+    multiplying = {path for path in weights_of_layers(subject) if not path.startswith(tuple(biases))}
     assert multiplying
     for (path, update), leaf in zip(tree.leaves_with_paths(updates), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(update, -0.25 * leaf if path in multiplying else 0 * leaf, rtol=1e-6, err_msg=path)
@@ -33,6 +37,12 @@ def weights_of_layers(subject: Subject) -> set[str]:
     is_layer = lambda node: isinstance(node, nn.Linear | nn.Conv2d | nn.Embedding)
     layers = tree.leaves_with_paths(subject.model, is_leaf=is_layer)
     return {f"{path}.weight" for path, node in layers if is_layer(node)}
+
+
+def grouped_convolutions(subject: Subject) -> set[str]:
+    is_layer = lambda node: isinstance(node, nn.Conv2d)
+    layers = tree.leaves_with_paths(subject.model, is_leaf=is_layer)
+    return {f"{path}.weight" for path, node in layers if is_layer(node) and node.groups > 1}
 
 
 def check_layer_scales(subject: Subject, predictions: Array) -> None:
@@ -50,7 +60,8 @@ def check_layer_scales(subject: Subject, predictions: Array) -> None:
 def check_add_noise(subject: Subject, predictions: Array) -> None:
     """Of the asked size in every leaf and layer, no two alike."""
     noisy = eqx.filter_jit(tree.add_noise)(subject.model, jax.random.key(0), 0.1)
-    noise = jax.tree.map(lambda a, b: a - b, *(eqx.filter(m, eqx.is_inexact_array) for m in (noisy, subject.model)))
+    params = (jax.device_get(eqx.filter(model, eqx.is_inexact_array)) for model in (noisy, subject.model))
+    noise = jax.tree.map(lambda a, b: a - b, *params)
     rows = []
     for path, leaf in tree.leaves_with_paths(noise):
         layers = leaf.reshape(-1, *leaf.shape[1:]) if "[*]" in path else leaf[None]
@@ -71,7 +82,8 @@ def check_summary(subject: Subject, predictions: Array) -> None:
 
 def check_lora(subject: Subject, predictions: Array) -> None:
     """At first nothing changes; the gradient reaches every adapter; merged is unmerged."""
-    where = lambda path, leaf: ".convs.1." not in path  # a convolution with groups can't have one
+    grouped = grouped_convolutions(subject)  # which can't have one
+    where = lambda path, leaf: path not in grouped and not matches(subject.row.vanishing, path)
     adapted = tree.lora(subject.model, where, rank=2, key=jax.random.key(0))
     assert_close(predict(subject, adapted), predictions, 1e-6)
     adapters, frozen = tree.lora_only(adapted)

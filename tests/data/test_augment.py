@@ -22,8 +22,6 @@ from eqzoo.data import augment
 from eqzoo.data.augment import Augment, prepare
 from eqzoo.sharding import make_mesh, shard_batch
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 OFF = Augment(shift=0.0)
 

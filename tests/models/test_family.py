@@ -9,7 +9,7 @@ import timm
 import torchvision
 
 from eqzoo._registry import families
-from eqzoo.models._family import Option, Options, changed_fields
+from eqzoo.models._family import Family, Option, Options, Upstream, changed_fields
 
 REGISTRIES = {"timm": set(timm.list_models()), "torchvision": set(torchvision.models.list_models())}
 
@@ -17,9 +17,10 @@ REGISTRIES = {"timm": set(timm.list_models()), "torchvision": set(torchvision.mo
 @pytest.mark.parametrize("library", REGISTRIES)
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.model.__name__)
 def test_a_variant_is_upstreams_if_and_only_if_upstream_has_its_name(family, library):
-    upstreams = [upstream for naming, upstream in family.upstreams.items() if naming == library]
+    upstreams = [upstream for naming, upstream in family.upstreams.items() if naming.partition("_")[0] == library]
     ours = {name for name in family.variants if any(upstream.has(name) for upstream in upstreams)}
-    assert ours == REGISTRIES[library] & family.variants.keys()
+    theirs = {spelling for name in REGISTRIES[library] for spelling in (name, f"{library}/{name}")}
+    assert ours == theirs & family.variants.keys()
 
 
 def test_every_variant_is_somebodys_or_our_own():
@@ -34,7 +35,11 @@ def test_options_of_timm_say_every_variant_from_every_other(family):
     if "timm" not in family.upstreams:
         assert not REGISTRIES["timm"] & family.variants.keys()
         return
-    upstream = family.upstreams["timm"]
+    for upstream in (each for naming, each in family.upstreams.items() if naming.startswith("timm")):
+        _assert_every_variant_is_said_from_every_other(family, upstream)
+
+
+def _assert_every_variant_is_said_from_every_other(family: Family, upstream: Upstream) -> None:
     names = [name for name in family.variants if upstream.has(name)]
     for name, base in zip(names, [*names[7:], *names[:7]], strict=True):
         config = family.variants[name]
@@ -94,6 +99,11 @@ def test_fields_become_options_and_back():
     config = Config(width=4, pool="mean")
     assert OPTIONS.write(config) == {"embed_dim": 4, "sizes": (1, 2), "global_pool": "gap"}
     assert Config(**OPTIONS.read(OPTIONS.write(config))) == config
+
+
+def test_a_value_that_upstream_has_no_word_for_is_refused():
+    with pytest.raises(ValueError, match="upstream has no pool='max'; use `eqzoo.save`"):
+        OPTIONS.write(Config(pool="max"))
 
 
 def test_config_fields_are_those_that_are_written():

@@ -49,6 +49,12 @@ def test_keeps_bfloat16_and_is_as_exact_as_torch_there(name):
     np.testing.assert_allclose(y.astype(jnp.float32), there, rtol=2**-6, atol=2**-10)
 
 
+def test_relu_as_a_layer_is_the_function_and_has_no_leaves():
+    x = jnp.linspace(-1.0, 1.0, 5)
+    np.testing.assert_array_equal(nn.ReLU()(x), nn.activation("relu")(x))
+    assert not jax.tree.leaves(nn.ReLU())
+
+
 def test_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"activation='gleu' is unknown; choose one of relu, .*gelu, .*sigmoid"):
         nn.activation("gleu")

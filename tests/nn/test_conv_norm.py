@@ -1,4 +1,4 @@
-"""A convolution with its batch norm and activation is torch's, in training too."""
+"""A convolution with its norm and activation is torch's, in training too."""
 
 import equinox as eqx
 import jax
@@ -44,3 +44,31 @@ def test_outputs_and_statistics_in_training(kernel_size, options, padding, activ
     running = state.get(layer.norm.running)
     np.testing.assert_allclose(running.mean, norm.running_mean, atol=1e-6)
     np.testing.assert_allclose(running.var, norm.running_var, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kernel_size", "options"), [(3, {"stride": 2}), (1, {}), (3, {"dilation": 2, "groups": 2}), (7, {"stride": 2})]
+)
+def test_with_a_group_norm_it_hands_the_state_through(kernel_size, options):
+    norm = lambda channels: nn.GroupNorm(channels // 2, channels)
+    layer = nn.ConvGroupNorm(4, 6, kernel_size, norm=norm, activation=jax.nn.relu, **options, key=jax.random.key(0))
+    padding = kernel_size // 2 * options.get("dilation", 1)
+    there = torch.nn.Sequential(
+        torch.nn.Conv2d(4, 6, kernel_size, padding=padding, bias=False, **options),
+        torch.nn.GroupNorm(3, 6),
+        torch.nn.ReLU(),
+    )
+    with torch.no_grad():
+        there[0].weight.copy_(torch.tensor(np.asarray(layer.conv.weight)))
+        there[1].weight.uniform_(0.5, 2)
+        there[1].bias.uniform_(-1, 1)
+    for name in ("weight", "bias"):
+        value = jnp.asarray(getattr(there[1], name).detach().numpy())
+        layer = eqx.tree_at(lambda layer, name=name: getattr(layer.norm, name), layer, value)
+    image = np.random.default_rng(0).normal(size=(9, 8, 4)).astype(np.float32)
+    state = eqx.nn.State(layer)
+    y, after = layer(jnp.asarray(image), state)
+    np.testing.assert_allclose(
+        y, there(torch.tensor(image).permute(2, 0, 1)[None])[0].detach().permute(1, 2, 0), atol=1e-5
+    )
+    assert after is state

@@ -15,9 +15,11 @@ INITIALISERS = {
     "normal": lambda key, shape: _init.normal(key, shape, 0.0217),
     "torch_default": lambda key, shape: _init.torch_default(key, shape, 35),
     "kaiming_fan_out": _init.kaiming_fan_out,
+    "kaiming_uniform": _init.kaiming_uniform,
 }
 
 
+@pytest.mark.usefixtures("compile_as_users_do")
 @pytest.mark.parametrize("name", INITIALISERS)
 @pytest.mark.parametrize("shape", [(64, 47), (16, 5, 3, 3)])
 def test_same_bits_eagerly_and_under_jit_vmap_and_sharding(name, shape):
@@ -94,3 +96,20 @@ def test_weight_and_bias_start_from_init_and_zeros_when_it_is_given():
 @pytest.mark.parametrize("init", [None, _init.kaiming_fan_out])
 def test_no_bias_on_request(init):
     assert _init.weight_and_bias(jax.random.key(0), (4, 3), init, use_bias=False)[1] is None
+
+
+def test_fan_out_of_groups_counts_the_outputs_of_one_group():
+    weight = _init.kaiming_fan_out_of_groups(64)(jax.random.key(0), (128, 1, 5, 5))
+    assert weight.std() == pytest.approx(sqrt(2 / (2 * 25)), rel=0.05)
+
+
+def test_kaiming_uniform_is_torchs_for_relu():
+    weight = _init.kaiming_uniform(jax.random.key(0), (40, 20, 3, 3))
+    bound = sqrt(6 / (20 * 9))
+    assert 0.99 * bound < jnp.abs(weight).max() <= bound
+
+
+def test_xavier_is_uniform_by_inputs_and_outputs():
+    weight = _init.xavier(jax.random.key(0), (40, 20, 3, 3))
+    bound = sqrt(6 / (60 * 9))
+    assert 0.99 * bound < jnp.abs(weight).max() <= bound

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eqzoo.nn.pool import adaptive_avg_pool, avg_pool, global_avg_pool, max_pool
+from eqzoo.nn.pool import MaxPool, adaptive_avg_pool, avg_pool, blur_pool, global_avg_pool, max_pool
 
 
 def image(*shape, ties=False):
@@ -51,6 +51,35 @@ def test_pools_equal_torch(window, padding, dilation, stride, ceil_mode):
         ours = partial(avg_pool, window=window, count_include_pad=include, **options)
         torchs = partial(functional.avg_pool2d, kernel_size=window, count_include_pad=include, **options)
         assert_equals_torch(ours, torchs, image(8, 5, 2))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("size", [(7, 10), (2, 3)])
+def test_blur_pool_is_timms(size, stride):
+    from timm.layers import BlurPool2d
+
+    assert_equals_torch(partial(blur_pool, stride=stride), BlurPool2d(3, stride=stride), image(*size, 3))
+
+
+@pytest.mark.parametrize("size", [(2, 5), (1, 4)])
+def test_rounded_up_a_window_may_be_larger_than_the_image(size):
+    """As far as torch lets it."""
+    from torch.nn import functional
+
+    x, options = image(*size, 2), {"stride": 3, "ceil_mode": True}
+    assert_equals_torch(lambda x: max_pool(x, 3, **options), lambda x: functional.max_pool2d(x, 3, **options), x)
+    assert_equals_torch(lambda x: avg_pool(x, 3, **options), lambda x: functional.avg_pool2d(x, 3, **options), x)
+    with pytest.raises(ValueError, match="doesn't fit into an image"):
+        max_pool(x, 3, stride=1, ceil_mode=True)
+
+
+def test_max_pool_as_a_layer_is_torchs_and_has_no_leaves():
+    from torch.nn import MaxPool2d
+
+    for ceil_mode in (False, True):
+        layer = MaxPool(3, stride=2, ceil_mode=ceil_mode)
+        assert_equals_torch(layer, MaxPool2d(3, stride=2, ceil_mode=ceil_mode), image(8, 10, 2))
+        assert not jax.tree.leaves(layer)
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -156,3 +156,21 @@ def test_impossible_sizes_are_refused():
         ValueError, match="the table has 17 rows, but prefix=0 and a grid of 4x4 make 16; pass the grid"
     ):
         nn.resample_positions(jnp.ones((17, 2)), (4, 4), (5, 5))
+
+
+def test_rows_and_columns_may_lie_anywhere_and_come_in_either_order():
+    rows, columns = jnp.array([0.5, -2.0]), jnp.array([1.0, 3.0, 7.0])
+    angles = np.asarray(nn.rotary_angles_2d(2, 3, 8, base=100.0, rows=rows, columns=columns)).reshape(2, 3, 2, 2)
+    np.testing.assert_allclose(angles[:, 1, 0], rows[:, None] * np.array([1, 0.1]), rtol=1e-6)
+    np.testing.assert_allclose(angles[1, :, 1], columns[:, None] * np.array([1, 0.1]), rtol=1e-6)
+    swapped = nn.rotary_angles_2d(2, 3, 8, base=100.0, rows=rows, columns=columns, columns_first=True)
+    np.testing.assert_array_equal(np.asarray(swapped).reshape(2, 3, 2, 2), angles[:, :, ::-1])
+
+
+def test_each_head_may_turn_by_angles_of_its_own():
+    x = jax.random.normal(jax.random.key(0), (3, 4, 8))
+    angles = jax.random.normal(jax.random.key(1), (3, 4, 4))
+    turned = nn.rotate(x, angles, interleaved=True)
+    for head in range(3):
+        alone = nn.rotate(x[head : head + 1], angles[head], interleaved=True)[0]
+        np.testing.assert_allclose(turned[head], alone, rtol=1e-6)

@@ -380,9 +380,11 @@ def test_a_stage_with_state_tells_each_block_its_own(depth):
     y, after = jax.vmap(lambda x, state: stage.with_state(x, state, each=each), **mapped)(batch, state)
 
     blocks = [stage.first, *(layer(stage.rest, index) for index in range(depth - 1))]
-    expected = batch
+    expected = [batch]
     for shift, block in enumerate(blocks):
-        hidden = jax.vmap(block.linear)(expected)
-        expected = (hidden - hidden.mean(0)) / jnp.sqrt(hidden.var(0) + 1e-5) + shift
-    assert_trees_close(y, expected, 1e-4)
+        hidden = jax.vmap(block.linear)(expected[-1])
+        expected.append((hidden - hidden.mean(0)) / jnp.sqrt(hidden.var(0) + 1e-5) + shift)
+    assert_trees_close(y, expected[-1], 1e-4)
+    ends, _ = jax.vmap(lambda x, state: stage.first_and_last(x, state, each=each), **mapped)(batch, state)
+    assert_trees_close(ends, (expected[1], expected[-1]), 1e-4)
     assert after.get(stage.first.norm.running).count == 1

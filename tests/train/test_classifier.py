@@ -180,6 +180,11 @@ def test_a_thousand_classes_are_imagenets(tmp_path):
     assert load_classifier(exported(tmp_path / "model", 1000)).classes == imagenet_classes()
 
 
+def test_a_model_that_labels_pixels_is_no_classifier():
+    with pytest.raises(ValueError, match="takes whole images, for it labels pixels; give a classifier"):
+        Preparation.of("torchvision/fcn_resnet50.COCO_WITH_VOC_LABELS_V1")
+
+
 def test_classes_can_be_named_by_a_file(upstreams, tmp_path):
     names = tmp_path / "names.txt"
     names.write_text("Katze\nHund\n\nEule\nGänsegeier\n", encoding="utf-8")

@@ -24,8 +24,6 @@ from eqzoo.train.losses import (
     weighted_mean,
 )
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 DRAW = np.random.default_rng(0)
 LOGITS = (3 * DRAW.standard_normal((4, 3, 8))).astype(np.float32)
 TEACHER = (3 * DRAW.standard_normal((4, 3, 8))).astype(np.float32)

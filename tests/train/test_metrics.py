@@ -11,8 +11,6 @@ import torch
 from eqzoo.sharding import make_mesh, shard_batch
 from eqzoo.train.metrics import Calibration, Mean, accuracy, add_up, calibration, collect, confusion
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 DRAW = np.random.default_rng(0)
 LOGITS = (2 * DRAW.standard_normal((64, 5))).astype(np.float32)
 LABELS = np.where(DRAW.random(64) < 0.5, LOGITS.argmax(-1), DRAW.integers(0, 5, 64)).astype(np.int32)

@@ -13,8 +13,6 @@ import eqzoo
 from eqzoo.train.losses import cross_entropy
 from eqzoo.train.precision import Policy
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 RESNET = {"depths": (1, 1), "widths": (4, 8), "num_classes": 4}
 VIT = {"dim": 16, "depth": 2, "heads": 2, "patch_size": 4, "image_size": 16, "num_classes": 4}
 MODELS = pytest.mark.parametrize(("name", "options"), [("resnet18", RESNET), ("vit_b_16", VIT)], ids=["resnet", "vit"])

@@ -10,9 +10,9 @@ import pytest
 from eqzoo import nn
 from eqzoo.tree.arithmetic import cast, clip_by_global_norm, clip_by_leaf_norm, ema, lerp, mean, zeros_like
 from eqzoo.tree.measure import norm
-from tests.contract.table import ROWS, randomised
+from tests.contract.table import KINDS, randomised
 
-FAMILIES = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model.__name__)
+FAMILIES = pytest.mark.parametrize("row", KINDS, ids=lambda row: row.model.__name__)
 
 
 def anything(seed=0):

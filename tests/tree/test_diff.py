@@ -12,10 +12,10 @@ import pytest
 
 from eqzoo import nn
 from eqzoo.tree.diff import Difference, check_same_structure, diff
-from tests.contract.table import ROWS, randomised
+from tests.contract.table import KINDS, randomised
 
-FAMILIES = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model.__name__)
-VIT = next(row for row in ROWS if row.model.__name__ == "ViT")
+FAMILIES = pytest.mark.parametrize("row", KINDS, ids=lambda row: row.model.__name__)
+VIT = next(row for row in KINDS if row.model.__name__ == "ViT")
 Pair = namedtuple("Pair", ["x", "y"])
 
 

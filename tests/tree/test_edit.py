@@ -14,10 +14,10 @@ from eqzoo import nn
 from eqzoo.tree.edit import replace
 from eqzoo.tree.ensemble import unstack
 from eqzoo.tree.paths import leaves_with_paths, paths
-from tests.contract.table import ROWS, randomised
+from tests.contract.table import KINDS, randomised
 
 KEY = jax.random.key(0)
-FAMILIES = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model.__name__)
+FAMILIES = pytest.mark.parametrize("row", KINDS, ids=lambda row: row.model.__name__)
 
 
 class Pair(NamedTuple):

@@ -8,10 +8,10 @@ import pytest
 
 from eqzoo import nn
 from eqzoo.tree.ensemble import stack, unstack
-from tests.contract.table import ROWS, assert_close, randomised
+from tests.contract.table import KINDS, assert_close, randomised
 
 KEY = jax.random.key(0)
-FAMILIES = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model.__name__)
+FAMILIES = pytest.mark.parametrize("row", KINDS, ids=lambda row: row.model.__name__)
 
 
 def assert_same(a, b):
@@ -44,7 +44,7 @@ def test_an_ensemble_is_its_members_one_by_one():
 
 
 def test_layers_of_a_stack_run_one_by_one_are_the_stack():
-    (row,) = (row for row in ROWS if row.model.__name__ == "ViT")
+    (row,) = (row for row in KINDS if row.model.__name__ == "ViT")
     model, _ = randomised(row, seed=0)
     blocks = eqx.nn.inference_mode(model).blocks
     x = jax.random.normal(KEY, (5, row.config.dim))

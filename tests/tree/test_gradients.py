@@ -13,12 +13,9 @@ from eqzoo import nn
 from eqzoo.tree.gradients import hvp, per_example_grads, private_mean
 from eqzoo.tree.noise import add_noise
 from eqzoo.tree.paths import leaves_with_paths
-from tests.contract.table import ROWS, assert_close, error, randomised
+from tests.contract.table import KINDS, assert_close, error, randomised
 
 KEY = jax.random.key(0)
-
-
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 class Layer(eqx.Module):
@@ -223,8 +220,8 @@ def test_hvp_takes_the_model_itself_for_vector_and_refuses_another_tree():
         hvp(loss)(model, {"bias": jnp.ones(3)}, example)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model.__name__)
-def test_hvp_of_every_family(row):
+@pytest.mark.parametrize("row", KINDS, ids=lambda row: row.model.__name__)
+def test_hvp_of_a_family_of_each_kind(row):
     """Forward over reverse mode equals reverse over forward mode: the gradient of the slope along the vector."""
     model = eqzoo.freeze(*randomised(row, seed=0))
     parameters, static = eqx.partition(model, eqx.is_inexact_array)

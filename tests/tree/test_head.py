@@ -15,14 +15,11 @@ from eqzoo import nn
 from eqzoo.tree.head import swap_head
 from eqzoo.tree.int8 import Int8, quantize, stored_as_int8
 from eqzoo.tree.paths import leaves_with_paths
-from tests.contract.table import BATCH, ROWS, assert_close, jitted_train_step, randomised
+from tests.contract.table import BATCH, KINDS, assert_close, jitted_train_step, randomised
 
 KEY = jax.random.key(3)
-VISION = [row for row in ROWS if hasattr(row.config, "num_classes")]
-VIT = next(row for row in ROWS if row.model is eqzoo.ViT)
-
-
-pytestmark = pytest.mark.usefixtures("compile_quickly")
+VISION = [row for row in KINDS if hasattr(row.config, "num_classes")]
+VIT = next(row for row in KINDS if row.model is eqzoo.ViT)
 
 
 @pytest.fixture(scope="module", params=VISION, ids=lambda row: row.model.__name__)
@@ -173,7 +170,7 @@ REMEDY = r"put a head of your own in its place: `eqzoo.tree.replace\(model, {'he
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: next(row for row in ROWS if row.model is eqzoo.GPT2).skeleton()[0], f"a GPT2 has no .*{REMEDY}"),
+        (lambda: next(row for row in KINDS if row.model is eqzoo.GPT2).skeleton()[0], f"a GPT2 has no .*{REMEDY}"),
         (lambda: NoConfig(HEAD), f"a NoConfig has no `config` with a field num_classes; {REMEDY}"),
         (lambda: {"head": HEAD}, f"a dict has no `config` .*{REMEDY}"),
         (
@@ -181,7 +178,7 @@ REMEDY = r"put a head of your own in its place: `eqzoo.tree.replace\(model, {'he
             rf"isn't made by OtherSignature\(config, key=key\) \(missing a required .* 'width'\); {REMEDY}",
         ),
         (
-            lambda: eqzoo.freeze(*next(r for r in ROWS if r.model is eqzoo.ResNet).make(KEY)),
+            lambda: eqzoo.freeze(*next(r for r in KINDS if r.model is eqzoo.ResNet).make(KEY)),
             "a frozen model has its state",
         ),
     ],

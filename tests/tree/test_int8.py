@@ -17,17 +17,14 @@ from eqzoo.tree.arithmetic import cast
 from eqzoo.tree.int8 import Int8, dequantize, quantize, stored_as_int8
 from eqzoo.tree.paths import leaves_with_paths
 from eqzoo.tree.select import is_float, select
-from tests.contract.table import BATCH, ROWS, assert_close, jitted_train_step, randomised
+from tests.contract.table import BATCH, KINDS, assert_close, jitted_train_step, randomised
 
 KEY = jax.random.key(0)
 LAYERS = (nn.Linear, nn.Conv2d, nn.Embedding)
-ROW = {row.model.__name__: row for row in ROWS}
+ROW = {row.model.__name__: row for row in KINDS}
 
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
-@pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.model.__name__)
+@pytest.fixture(scope="module", params=KINDS, ids=lambda row: row.model.__name__)
 def subject(request):
     """A row with its model, its model quantized, and the state of both."""
     model, state = randomised(request.param, seed=0)
@@ -253,7 +250,7 @@ def test_quantized_already():
     assert stored_as_int8(quantize(small, "*.mlp")) == ["blocks[*].mlp.fc1", "blocks[*].mlp.fc2", "head"]
 
 
-def test_bfloat16_is_a_storage_too(subject):
+def test_bfloat16_is_a_storage_too(subject, compile_as_users_do):
     """With bfloat16 parameters and a float32 input, every activation is float32: what the rounded weights compute, bit
     for bit. A language model's first activations are rows of its tables, so these stay float32 for that."""
     row, model, _, state = subject

@@ -1,4 +1,4 @@
-"""Low-rank adapters fit every family, train alone, and go into a file alone."""
+"""Low-rank adapters fit families of each kind, train alone, and go into a file alone."""
 
 import json
 from math import prod, sqrt
@@ -17,14 +17,11 @@ from eqzoo.checkpoint import CheckpointError, open_checkpoint, write_safetensors
 from eqzoo.tree import leaves_with_paths
 from eqzoo.tree.int8 import quantize
 from eqzoo.tree.lora import LoRA, load_lora, lora, lora_keys, lora_only, merge_lora, save_lora, unmerge_lora
-from tests.contract.table import ROWS, assert_close, randomised, train
+from tests.contract.table import KINDS, assert_close, randomised, train
 from tests.contract.table import error as loss_of
 
 CONFIG = eqzoo.GPT2Config(dim=16, depth=3, heads=2, hidden=24, vocab=40, context=12)
 ADAPTED = ("*.query", "*.value", "*.mlp")
-
-
-pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 def gpt2(config=CONFIG):
@@ -57,7 +54,7 @@ def is_lora(node):
 # Every family
 
 
-@pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.model.__name__)
+@pytest.fixture(scope="module", params=KINDS, ids=lambda row: row.model.__name__)
 def family(request):
     """A row of the table with its model, the same with adapters as they start, and with adapters that have learned."""
     row = request.param

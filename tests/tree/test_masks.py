@@ -14,9 +14,9 @@ import eqzoo
 from eqzoo import nn
 from eqzoo.tree.masks import decay_mask, freeze, labels, layer_scales, trainable
 from eqzoo.tree.paths import leaves_with_paths, map_with_path
-from tests.contract.table import ROWS, error, jitted_train_step, randomised
+from tests.contract.table import KINDS, error, jitted_train_step, randomised
 
-MODELS = {row.model.__name__: row for row in ROWS}
+MODELS = {row.model.__name__: row for row in KINDS}
 
 
 def ensemble(tree: PyTree, members: int = 2) -> PyTree:

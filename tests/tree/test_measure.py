@@ -14,9 +14,9 @@ import eqzoo
 from eqzoo import nn
 from eqzoo.tree.measure import SMALL, Stats, count, nbytes, norm, norms, stats
 from eqzoo.tree.paths import leaves_with_paths
-from tests.contract.table import ROWS, randomised
+from tests.contract.table import KINDS, randomised
 
-FAMILIES = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model.__name__)
+FAMILIES = pytest.mark.parametrize("row", KINDS, ids=lambda row: row.model.__name__)
 ANYTHING = {
     "W": jnp.ones((3, 2)),
     "half": jnp.ones(4, jnp.bfloat16),

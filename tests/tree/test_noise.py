@@ -11,11 +11,11 @@ import eqzoo
 from eqzoo import nn
 from eqzoo.tree.noise import add_noise, key_for
 from eqzoo.tree.paths import leaves_with_paths
-from tests.contract.table import ROWS, randomised
+from tests.contract.table import KINDS, randomised
 
 KEY = jax.random.key(0)
 SIZE = 2000
-FAMILIES = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model.__name__)
+FAMILIES = pytest.mark.parametrize("row", KINDS, ids=lambda row: row.model.__name__)
 
 
 class Block(eqx.Module):

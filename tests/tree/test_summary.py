@@ -16,9 +16,9 @@ import eqzoo
 from eqzoo import nn
 from eqzoo.tree.measure import count, nbytes
 from eqzoo.tree.summary import CHUNK, summary
-from tests.contract.table import ROWS, randomised
+from tests.contract.table import KINDS, randomised
 
-FAMILIES = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model.__name__)
+FAMILIES = pytest.mark.parametrize("row", KINDS, ids=lambda row: row.model.__name__)
 LAYERS = [{"W": np.full((2, 3), i, np.float32), "b": np.zeros(3, np.float32)} for i in (1, 3)]
 
 
@@ -80,7 +80,7 @@ def test_rows_add_up_and_a_stack_is_one_row(row):
 
 
 def test_a_stack_is_not_counted_layer_by_layer():
-    model, _ = next(row for row in ROWS if row.model.__name__ == "GPT2").skeleton()
+    model, _ = next(row for row in KINDS if row.model.__name__ == "GPT2").skeleton()
     table = summary(model)
     (found,) = (row for row in table.rows if row.path == "blocks[*].norm1.weight")
     assert (found.shape, found.count, found.dtype, found.nbytes) == ((3, 16), 48, "float32", 192)
@@ -175,7 +175,7 @@ def test_what_is_no_number_has_no_row():
 
 
 def test_an_optimiser_s_state_a_frozen_model_and_a_complex_leaf():
-    row = next(row for row in ROWS if row.model.__name__ == "ResNet")
+    row = next(row for row in KINDS if row.model.__name__ == "ResNet")
     model, state = randomised(row, seed=0)
     opt_state = optax.adam(1e-3).init(eqx.filter(model, eqx.is_inexact_array))
     assert "0.mu.stages.1.rest[*].convs.1.conv.weight" in paths(opt_state)

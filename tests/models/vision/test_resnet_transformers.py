@@ -18,7 +18,8 @@ import eqzoo
 from eqzoo._describe import from_config_json
 from eqzoo._model import _merge
 from eqzoo.checkpoint import CheckpointError, unfill
-from eqzoo.models.vision.resnet import FAMILY, TRANSFORMERS, VARIANTS, ResNet, ResNetConfig
+from eqzoo.models.vision._resnet_upstream import TRANSFORMERS
+from eqzoo.models.vision.resnet import FAMILY, VARIANTS, ResNet, ResNetConfig
 from tests.parity import assert_close, assert_names_and_shapes, assert_same_gradients, mean_square, randomise
 
 BASIC = {"layer_type": "basic", "hidden_sizes": [64, 128, 256, 512]}
@@ -189,7 +190,7 @@ def test_what_the_zoo_does_not_have_is_refused_by_name(changes, message, saved):
         ({"base_width": 128}, "transformers has no ResNet with base_width=128"),
         ({"stem": "deep"}, "transformers has no ResNet with stem='deep'"),
         ({"shortcut": "pool"}, "transformers has no ResNet with shortcut='pool'"),
-        ({"squeeze_excite": True}, "transformers has no ResNet with squeeze_excite=True"),
+        ({"attention": "eca"}, "transformers has no ResNet with attention='eca'"),
     ],
 )
 def test_what_transformers_does_not_have_is_not_exported(options, message, tmp_path):

@@ -20,7 +20,8 @@ from torchvision.models import get_model, get_model_weights
 from eqzoo._model import _skeleton, freeze
 from eqzoo._save import _stored
 from eqzoo.checkpoint import CheckpointError, unfill
-from eqzoo.models.vision.vit import FAMILY, TIMM, TORCHVISION, VARIANTS, ViT, ViTConfig
+from eqzoo.models.vision._vit_upstream import TIMM, TORCHVISION
+from eqzoo.models.vision.vit import FAMILY, VARIANTS, ViT, ViTConfig
 from eqzoo.tree import leaves_with_paths
 from tests.parity import (
     assert_close,
@@ -35,35 +36,71 @@ TORCHVISION_VARIANTS = [name for name in VARIANTS if name.startswith(("vit_b_", 
 TIMM_VARIANTS = [name for name in VARIANTS if name not in TORCHVISION_VARIANTS]
 
 # The modules that the mathematics of this family is made of. Anything else in an upstream model needs a look.
+BLOCKS = {
+    "Block": "prenorm",
+    "ResPostBlock": "postnorm",
+    "ParallelScalingBlock": "parallel",
+    "DiffParallelScalingBlock": "parallel",
+    "ParallelThingsBlock": "twin",
+}
+MLPS = {"Mlp": "mlp", "SwiGLU": "swiglu", "GluMlp": "swiglu_packed"}
+ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu", "SiLU": "silu"}
+NORMS = {"LayerNorm": "layer", "RmsNorm": "rms"}
 KNOWN = {
-    *("VisionTransformer", "VisionTransformerDistilled", "PatchEmbed", "Block", "Attention", "Mlp", "LayerScale"),
-    *("LayerNorm", "Linear", "Conv2d", "Identity", "Dropout", "Sequential", "GELU", "QuickGELU"),
+    *("VisionTransformer", "VisionTransformerDistilled", "PatchEmbed", "Attention", "DiffAttention", "LayerScale"),
+    *("AttentionPoolLatent", "Linear", "Conv2d", "Identity", "Dropout", "Sequential", "ModuleList"),
+    *(*BLOCKS, *MLPS, *ACTIVATIONS, *NORMS),
 }
 
 
+def is_there(module: torch.nn.Module) -> bool:
+    return not isinstance(module, torch.nn.Identity)
+
+
 def config_of(model: VisionTransformer) -> ViTConfig:
-    """The config of a timm model, read off the model itself."""
+    """The config of a timm model, read off the model itself, but for the width of its MLPs."""
     block = model.blocks[0]
+    kind = type(block).__name__
+    attention = block.attns[0].attn if kind == "ParallelThingsBlock" else getattr(block, "attn", block)
+    mlp = block.ffns[0].mlp if kind == "ParallelThingsBlock" else getattr(block, "mlp", None)
+    scale = block.attns[0].ls if kind == "ParallelThingsBlock" else getattr(block, "ls1", getattr(block, "ls", None))
+    final = [norm for norm in (model.norm, model.fc_norm) if is_there(norm)]
+    weight_in, weight_out = (
+        (attention.in_proj, attention.out_proj or attention.attn_out_proj)
+        if mlp is None
+        else (attention.qkv, attention.proj)
+    )
+    norm = next(module for module in block.modules() if type(module).__name__ in NORMS)
     return ViTConfig(
         dim=model.embed_dim,
         depth=len(model.blocks),
-        heads=block.attn.num_heads,
+        heads=attention.num_heads,
         patch_size=model.patch_embed.patch_size[0],
         image_size=model.patch_embed.img_size[0],
+        crop=model.patch_embed.img_size[0] % model.patch_embed.patch_size[0] != 0,
         in_channels=model.in_chans,
-        mlp_ratio=block.mlp.fc1.out_features / model.embed_dim,
+        block=BLOCKS[kind],
+        attention="differential" if hasattr(attention, "sub_norm") else "softmax",
+        mlp="mlp" if mlp is None else MLPS[type(mlp).__name__],
         class_token=model.has_class_token,
         distilled=isinstance(model, VisionTransformerDistilled),
         registers=model.num_reg_tokens,
         prefix_positions=not model.no_embed_class,
         pool=model.global_pool,
-        fc_norm=not isinstance(model.fc_norm, torch.nn.Identity),
-        pre_norm=not isinstance(model.norm_pre, torch.nn.Identity),
-        qk_norm=not isinstance(block.attn.q_norm, torch.nn.Identity),
-        layer_scale=getattr(block.ls1, "init_values", None),
-        qkv_bias=block.attn.qkv.bias is not None,
-        activation={"GELU": "gelu", "QuickGELU": "quick_gelu"}[type(block.mlp.act).__name__],
-        norm_eps=block.norm1.eps,
+        pool_prefix=model.pool_include_prefix,
+        norm=NORMS[type(norm).__name__],
+        norm_eps=norm.eps,
+        embed_norm=is_there(model.patch_embed.norm),
+        pre_norm=is_there(model.norm_pre),
+        qk_norm=is_there(attention.q_norm),
+        attention_norm=is_there(getattr(attention, "norm", torch.nn.Identity())),
+        mlp_norm=is_there(getattr(mlp, "norm", torch.nn.Identity())),
+        final_norm=bool(final),
+        fc_norm=is_there(model.fc_norm),
+        layer_scale=getattr(block if kind == "ResPostBlock" else scale, "init_values", None),
+        qkv_bias=weight_in.bias is not None,
+        proj_bias=weight_out.bias is not None,
+        activation=ACTIVATIONS[type(attention.mlp_act if mlp is None else mlp.act).__name__],
         num_classes=model.num_classes,
     )
 
@@ -72,11 +109,12 @@ def config_of(model: VisionTransformer) -> ViTConfig:
 def test_timm_variant_has_the_same_options_names_and_shapes(name):
     with torch.device("meta"):
         upstream = timm.create_model(name)
-    assert config_of(upstream) == VARIANTS[name]
+    ours, theirs = VARIANTS[name], config_of(upstream)
+    assert replace(theirs, mlp_ratio=ours.mlp_ratio) == ours
     assert {type(module).__name__ for module in upstream.modules()} <= KNOWN
-    norms = [module for module in upstream.modules() if isinstance(module, torch.nn.LayerNorm)]
-    assert {norm.eps for norm in norms} == {VARIANTS[name].norm_eps}
-    assert not upstream.pool_include_prefix
+    inner = {id(module.sub_norm) for module in upstream.modules() if hasattr(module, "sub_norm")}
+    norms = [module for module in upstream.modules() if type(module).__name__ in NORMS and id(module) not in inner]
+    assert {norm.eps for norm in norms} == {ours.norm_eps}
     assert_names_and_shapes((FAMILY, VARIANTS[name]), upstream.state_dict())
 
 
@@ -106,6 +144,8 @@ def test_torchvision_publishes_the_same_number_of_parameters(name):
     assert VARIANTS[name].image_size in published
 
 
+RMS = partial(timm.layers.RmsNorm, eps=0.1)
+
 # Every option, in few models: ours, and timm's for the same.
 OPTIONS = {
     "sizes": (
@@ -133,18 +173,74 @@ OPTIONS = {
         {"norm_layer": partial(torch.nn.LayerNorm, eps=0.1), "pre_norm": True, "qk_norm": True, "fc_norm": True},
     ),
     "distilled": ({"distilled": True}, {}),
+    "attention pool": (
+        {"class_token": False, "pool": "map", "registers": 1, "activation": "gelu_tanh", "mlp_ratio": 2.0},
+        {"class_token": False, "global_pool": "map", "reg_tokens": 1, "act_layer": "gelu_tanh", "mlp_ratio": 2.0},
+    ),
+    "attention pool of all tokens": (
+        {"pool": "map", "pool_prefix": True, "final_norm": False, "num_classes": 0, "image_size": 35, "crop": True},
+        {"global_pool": "map", "pool_include_prefix": True, "final_norm": False, "num_classes": 0, "img_size": 35},
+    ),
+    "packed gates": (
+        {"mlp": "swiglu_packed", "mlp_ratio": 5.5, "activation": "silu", "mlp_norm": True, "attention_norm": True},
+        {"mlp_layer": timm.layers.SwiGLUPacked, "mlp_ratio": 5.5, "act_layer": "silu", "scale_mlp_norm": True}
+        | {"scale_attn_norm": True},
+    ),
+    "gates, root mean squares and no biases": (
+        {"mlp": "swiglu", "mlp_ratio": 2.7, "activation": "silu", "norm": "rms", "norm_eps": 0.1, "embed_norm": True}
+        | {"qkv_bias": False, "proj_bias": False, "qk_norm": True},
+        {"mlp_layer": timm.layers.SwiGLU, "mlp_ratio": 2.7, "act_layer": "silu", "norm_layer": RMS, "qk_norm": True}
+        | {"embed_norm_layer": RMS, "qkv_bias": False, "proj_bias": False},
+    ),
+    "inner norms": (
+        {"attention_norm": True, "mlp_norm": True, "norm_eps": 0.1},
+        {"scale_attn_norm": True, "scale_mlp_norm": True, "norm_layer": partial(torch.nn.LayerNorm, eps=0.1)},
+    ),
+    "normalised last": (
+        {"block": "postnorm", "layer_scale": 1e-5},
+        {"block_fn": timm.models.vision_transformer.ResPostBlock, "init_values": 1e-5},
+    ),
+    "parallel": (
+        {"block": "parallel", "layer_scale": 1e-5, "activation": "gelu_tanh"},
+        {"block_fn": timm.models.vision_transformer.ParallelScalingBlock, "init_values": 1e-5}
+        | {"act_layer": "gelu_tanh"},
+    ),
+    "parallel without biases": (
+        {"block": "parallel", "qkv_bias": False, "qk_norm": True, "norm": "rms", "norm_eps": 0.1},
+        {"block_fn": timm.models.vision_transformer.ParallelScalingBlock, "qkv_bias": False, "qk_norm": True}
+        | {"norm_layer": RMS},
+    ),
+    "twins": (
+        {"block": "twin", "layer_scale": 1e-5, "qk_norm": True},
+        {"block_fn": timm.models.vision_transformer.ParallelThingsBlock, "init_values": 1e-5, "qk_norm": True},
+    ),
+    "differential": (
+        {"attention": "differential", "qk_norm": True, "attention_norm": True, "depth": 3},
+        {"attn_layer": "diff", "qk_norm": True, "scale_attn_norm": True, "depth": 3},
+    ),
+    "parallel and differential": (
+        {"block": "parallel", "attention": "differential", "qk_norm": True, "depth": 3},
+        {"block_fn": timm.models.vision_transformer.DiffParallelScalingBlock, "qk_norm": True, "depth": 3},
+    ),
 }
 
 
 def tiny(**options: Any) -> ViTConfig:
-    sizes = {"dim": 24, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32, "num_classes": 5}
+    heads = 2 if options.get("attention") == "differential" else 3
+    sizes = {"dim": 24, "depth": 2, "heads": heads, "patch_size": 8, "image_size": 32, "num_classes": 5}
     return ViTConfig(**{**sizes, **options})
 
 
 def tiny_timm(ours: dict[str, Any], theirs: dict[str, Any]) -> torch.nn.Module:
     make = VisionTransformerDistilled if ours.get("distilled") else VisionTransformer
-    sizes = {"embed_dim": 24, "depth": 2, "num_heads": 3, "patch_size": 8, "img_size": 32, "num_classes": 5}
-    return randomise(make(**{**sizes, **theirs}).eval(), 0)
+    heads = 2 if ours.get("attention") == "differential" else 3
+    sizes = {"embed_dim": 24, "depth": 2, "num_heads": heads, "patch_size": 8, "img_size": 32, "num_classes": 5}
+    model = randomise(make(**{**sizes, **theirs}).eval(), 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lambda" in name:
+                parameter.mul_(0.2)  # they add up to an exponent
+    return model
 
 
 def tiny_torchvision(config: ViTConfig) -> torch.nn.Module:
@@ -195,10 +291,18 @@ def assert_parity(config: ViTConfig, upstream: torch.nn.Module, rules: Any) -> N
     assert_same_gradients(gradients, upstream, rules, 1e-3)
 
 
+def naming_of(config: ViTConfig) -> str:
+    """How timm writes such a model down."""
+    if config.block == "parallel":
+        return "timm_parallel_differential" if config.attention == "differential" else "timm_parallel"
+    return "timm_twin" if config.block == "twin" else "timm_gated" if config.mlp == "swiglu" else "timm"
+
+
 @pytest.mark.parametrize("case", OPTIONS)
 def test_outputs_and_gradients_are_those_of_timm(case):
     ours, theirs = OPTIONS[case]
-    assert_parity(tiny(**ours), tiny_timm(ours, theirs), TIMM)
+    config = tiny(**ours)
+    assert_parity(config, tiny_timm(ours, theirs), FAMILY.rules[naming_of(config)])
 
 
 def test_outputs_and_gradients_are_those_of_torchvision():
@@ -230,6 +334,25 @@ FORGOTTEN = {
     "qkv_bias": ({"qkv_bias": False}, {"qkv_bias": False}, CheckpointError),
     "num_classes": ({"num_classes": 0}, {"num_classes": 0}, CheckpointError),
     "distilled": ({"distilled": True}, {}, CheckpointError),
+    "attention pool": (
+        {"class_token": False, "pool": "map"},
+        {"class_token": False, "global_pool": "map"},
+        CheckpointError,
+    ),
+    "swiglu": ({"mlp": "swiglu"}, {"mlp_layer": timm.layers.SwiGLU}, CheckpointError),
+    "swiglu_packed": ({"mlp": "swiglu_packed"}, {"mlp_layer": timm.layers.SwiGLUPacked}, CheckpointError),
+    "norm": ({"norm": "rms"}, {"norm_layer": "rmsnorm"}, CheckpointError),
+    "embed_norm": ({"embed_norm": True}, {"embed_norm_layer": "layernorm"}, CheckpointError),
+    "attention_norm": ({"attention_norm": True}, {"scale_attn_norm": True}, CheckpointError),
+    "mlp_norm": ({"mlp_norm": True}, {"scale_mlp_norm": True}, CheckpointError),
+    "final_norm": ({"final_norm": False}, {"final_norm": False}, CheckpointError),
+    "proj_bias": ({"proj_bias": False}, {"proj_bias": False}, CheckpointError),
+    "silu": ({"activation": "silu"}, {"act_layer": "silu"}, AssertionError),
+    "postnorm": (
+        {"block": "postnorm"},
+        {"block_fn": timm.models.vision_transformer.ResPostBlock},
+        AssertionError,
+    ),
 }
 
 

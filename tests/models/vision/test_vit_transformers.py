@@ -19,15 +19,13 @@ from transformers.core_model_loading import revert_weight_conversion
 import eqzoo
 from eqzoo._describe import from_config_json
 from eqzoo.checkpoint import CheckpointError
-from eqzoo.models.vision.vit import (
-    FAMILY,
+from eqzoo.models.vision._vit_upstream import (
     TRANSFORMERS_DEIT,
     TRANSFORMERS_DINOV2,
+    TRANSFORMERS_SIGLIP,
     TRANSFORMERS_VIT,
-    VARIANTS,
-    ViT,
-    ViTConfig,
 )
+from eqzoo.models.vision.vit import FAMILY, VARIANTS, ViT, ViTConfig
 from tests.parity import assert_close, assert_names_and_shapes, assert_same_gradients, randomise
 
 CLASSES: dict[str, tuple[Any, Any, Any]] = {
@@ -39,6 +37,7 @@ CLASSES: dict[str, tuple[Any, Any, Any]] = {
         transformers.Dinov2WithRegistersModel,
         TRANSFORMERS_DINOV2,
     ),
+    "siglip_vision_model": (transformers.SiglipVisionConfig, transformers.SiglipVisionModel, TRANSFORMERS_SIGLIP),
 }
 
 # What tells the published configs apart: the class, its options, and our variant (of transformers' epsilon).
@@ -68,6 +67,22 @@ PUBLISHED = {
         "vit_base_patch14_reg4_dinov2",
         {"layer_scale": 1.0, "prefix_positions": True, "register_positions": False},
     ),
+    "facebook/dinov2-giant": (
+        "dinov2",
+        {"image_size": 518, "hidden_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 24}
+        | {"use_swiglu_ffn": True},
+        0,
+        "vit_giant_patch14_dinov2",
+        {"layer_scale": 1.0, "mlp_ratio": 8192 / 1536},
+    ),
+    "the image tower of google/siglip-so400m-patch14-384": (
+        "siglip_vision_model",
+        {"image_size": 384, "patch_size": 14, "hidden_size": 1152, "intermediate_size": 4304}
+        | {"num_hidden_layers": 27, "num_attention_heads": 16},
+        0,
+        "vit_so400m_patch14_siglip_384",
+        {"activation": "gelu_tanh", "mlp_ratio": 4304 / 1152},
+    ),
 }
 
 TINY = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 32, "patch_size": 8}
@@ -82,7 +97,9 @@ OPTIONS = {
     ),
     "deit": ("deit", {"intermediate_size": 62, "hidden_act": "gelu_new", "num_labels": 5}),
     "dinov2": ("dinov2", {"mlp_ratio": 3, "layerscale_value": 0.5, "hidden_act": "gelu_fast", "layer_norm_eps": 0.1}),
+    "dinov2 with gates": ("dinov2", {"use_swiglu_ffn": True}),
     "dinov2_with_registers": ("dinov2_with_registers", {"num_register_tokens": 3, "hidden_act": "gelu_pytorch_tanh"}),
+    "siglip": ("siglip_vision_model", {"intermediate_size": 41, "layer_norm_eps": 0.1, "image_size": 35}),
 }
 
 
@@ -101,8 +118,10 @@ def images(config: ViTConfig, number: int = 2) -> np.ndarray:
 
 
 def outputs_upstream(upstream: torch.nn.Module, x: np.ndarray) -> torch.Tensor:
-    """The logits, or the class token where there is no classifier."""
+    """The logits, or where there is no classifier what attention pools, or the class token."""
     result = upstream(torch.from_numpy(np.ascontiguousarray(np.moveaxis(x, -1, 1))))
+    if isinstance(upstream, transformers.SiglipVisionModel):
+        return result.pooler_output
     return result.logits if hasattr(result, "logits") else result.last_hidden_state[:, 0]
 
 
@@ -220,6 +239,14 @@ def test_transformers_reads_what_is_exported(case, tmp_path, saved):
     assert eqx.tree_equal(eqzoo.load(tmp_path / "ours"), model)
 
 
+def test_siglip_as_a_whole_gives_its_image_tower(saved):
+    config = transformers.SiglipConfig(
+        vision_config=TINY, text_config={**TINY, "vocab_size": 9, "intermediate_size": 8, "projection_size": 24}
+    )
+    upstream = randomise(transformers.SiglipModel(config).eval(), 0)
+    assert_same_outputs(eqzoo.load(saved(upstream)), upstream.vision_model)
+
+
 def test_a_model_without_head_is_exported_as_a_classifier_without_classes(tmp_path, saved):
     upstream = tiny("vit", transformers.ViTModel)
     model = eqzoo.load(saved(upstream))
@@ -320,13 +347,12 @@ def test_registers_at_another_image_size_are_upstreams(image_size, saved):
             {"architectures": ["Dinov2ForImageClassification"]},
             r"architectures=\['Dinov2ForImageClassification'\] is not supported; eqzoo has \['Dinov2Model'\]",
         ),
-        ("dinov2", {"use_swiglu_ffn": True}, "use_swiglu_ffn=True is not supported; eqzoo has False"),
+        ("siglip_vision_model", {"vision_use_head": False}, "vision_use_head=False is not supported; eqzoo has True"),
         (
             "dinov2_with_registers",
             {"architectures": ["Dinov2WithRegistersForImageClassification"]},
             r"is not supported; eqzoo has \['Dinov2WithRegistersModel'\]",
         ),
-        ("dinov2_with_registers", {"use_swiglu_ffn": True}, "use_swiglu_ffn=True is not supported"),
     ],
 )
 def test_what_the_zoo_does_not_have_is_refused_by_name(kind, changes, message, saved):
