@@ -152,11 +152,12 @@ def main(options: Options) -> None:
                 checkpoints.save(train_state, scores)
             if stopping:
                 break
-        if step < steps:
-            run.draw()
-            progress.say(f"stopped; to go on: python {sys.argv[0]} --resume {run.folder}")
-            return
-        train_state = checkpoints.restore(train_state, checkpoints.best)
+        if step == steps:
+            train_state = checkpoints.restore(train_state, checkpoints.best)
+    if step < steps:
+        run.pause()
+        progress.say(f"stopped; to go on: python {sys.argv[0]} --resume {run.folder}")
+        return
 
     learning, state = train_state.averaged
     model = eqx.combine(learning, frozen)

@@ -163,11 +163,12 @@ def main(options: Options) -> None:
                 checkpoints.save(train_state, scores)
             if stopping:
                 break
-        if step < steps:
-            run.draw()
-            progress.say(f"stopped; to go on: python {sys.argv[0]} --resume {run.folder}")
-            return
-        train_state = checkpoints.restore(train_state, checkpoints.best)
+        if step == steps:
+            train_state = checkpoints.restore(train_state, checkpoints.best)
+    if step < steps:
+        run.pause()
+        progress.say(f"stopped; to go on: python {sys.argv[0]} --resume {run.folder}")
+        return
 
     model, state = sharding.gather(train_state.averaged, mesh)
     described = {"classes": classes, "image_size": size, "mean": MEAN, "std": STD}

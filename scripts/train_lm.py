@@ -191,11 +191,12 @@ def main(options: Options) -> None:
                 progress.say(textwrap.indent(sample(train_state), "    "))
             if stopping:
                 break
-        if step < steps:
-            run.draw()
-            progress.say(f"stopped; to go on: python {sys.argv[0]} --resume {run.folder}")
-            return
-        train_state = checkpoints.restore(train_state, checkpoints.best)
+        if step == steps:
+            train_state = checkpoints.restore(train_state, checkpoints.best)
+    if step < steps:
+        run.pause()
+        progress.say(f"stopped; to go on: python {sys.argv[0]} --resume {run.folder}")
+        return
 
     model, state = sharding.gather(train_state.averaged, mesh)
     if jax.process_index() == 0:

@@ -44,7 +44,7 @@ class RunOptions:
 
 class Run:
     """The folder `runs/NAME/` of a training run: `config.json` has all options and the versions of the libraries,
-    `metrics.jsonl` a line for each `log`, `curves.png` is drawn by `draw` and `finish`. Of several processes, the first
+    `metrics.jsonl` a line for each `log`, `curves.png` is drawn by `pause` and `finish`. Of several processes, the first
     writes.
 
     A run that was stopped or killed goes on with `resume`; `truncate` then takes back what was logged after the
@@ -106,21 +106,29 @@ class Run:
             self._write_records()
         self._set_clock()
 
-    def draw(self) -> None:
-        """Write `curves.png`."""
-        if self.records:
-            plots.curves(self.records, self.folder / "curves.png")
+    def pause(self) -> None:
+        """The training stopped before its end: draw what there is, and let others go on with it."""
+        self._draw()
+        self._close()
 
     def finish(self) -> None:
         """The training is complete: say so in the log, and draw it."""
         if not self._writes:
             return
-        self.draw()
+        self._draw()
         step = self.records[-1]["step"] if self.records else 0
         self._append({"step": step, "seconds": round(time.monotonic() - self._start, 3), "finished": True})
+        self._close()
+
+    def _draw(self) -> None:
+        if self.records:
+            plots.curves(self.records, self.folder / "curves.png")
+
+    def _close(self) -> None:
         if self._events is not None:
             self._events.close()
-        self._held.close()
+        if self._writes:
+            self._held.close()
 
     def _take_folder(self, run_options: RunOptions, options: Any) -> str:
         folder = _new_folder(run_options, options) if run_options.resume is None else _old_folder(run_options)

@@ -229,6 +229,16 @@ def test_a_finished_run_says_so_and_has_its_curves(tmp_path):
     assert not any("finished" in line for line in lines(longer))
 
 
+def test_a_paused_run_has_its_curves_and_can_be_gone_on_with_at_once(tmp_path):
+    run = start(tmp_path, name="mine")
+    run.log(10, train={"loss": 0.5})
+    run.pause()
+    assert (run.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not is_running(run.folder)
+    assert not any("finished" in line for line in lines(run))
+    assert steps(start(tmp_path, resume=run.folder)) == [10]
+
+
 def test_a_run_that_logged_nothing_can_finish(tmp_path):
     run = start(tmp_path)
     run.finish()
