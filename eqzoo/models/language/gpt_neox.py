@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqzoo import nn
@@ -86,18 +87,23 @@ class FusedAttention(eqx.Module):
         mixed = nn.attend(query, keys, value, mask=mask, dropout=self.dropout, dropout_key=key)
         return self.out(nn.merge_heads(mixed))
 
+    def extend(
+        self,
+        x: Float[Array, "tokens dim"],
+        cache: nn.KVCache,
+        position: Int[Array, ""],
+        angles: Float[Array, "tokens pairs"],
+    ) -> tuple[Float[Array, "tokens dim"], nn.KVCache]:
+        """As `nn.Attention` has it: what becomes of tokens from `position` on, and their keys and values."""
+        query, keys, value = self._heads(x, angles)
+        new = nn.KVCache(keys, value)
+        return self.out(nn.merge_heads(nn.attend_cached(query, new, cache, position))), new
+
     def _heads(
         self, x: Float[Array, "tokens dim"], angles: Float[Array, "tokens pairs"]
     ) -> tuple[Float[Array, "heads tokens dim_head"], ...]:
         query, key, value = jnp.split(nn.split_heads(self.qkv(x), self.heads), 3, axis=-1)
-        return _turn(query, angles), _turn(key, angles), value
-
-
-def _turn(
-    x: Float[Array, "heads tokens dim_head"], angles: Float[Array, "tokens pairs"]
-) -> Float[Array, "heads tokens dim_head"]:
-    turning, still = jnp.split(x, [2 * angles.shape[-1]], axis=-1)
-    return jnp.concatenate([nn.rotate(turning, angles), still], axis=-1)
+        return nn.rotate(query, angles), nn.rotate(key, angles), value
 
 
 class Block(eqx.Module):
@@ -138,6 +144,16 @@ class Block(eqx.Module):
     ) -> Float[Array, "tokens dim"]:
         key_attention, *keys = nn.split_key(key, 3)
         return self._joined(x, self.attention(self.norm1(x), angles, key=key_attention), *keys)
+
+    def extend(
+        self,
+        x: Float[Array, "tokens dim"],
+        cache: nn.KVCache,
+        position: Int[Array, ""],
+        angles: Float[Array, "tokens pairs"],
+    ) -> tuple[Float[Array, "tokens dim"], nn.KVCache]:
+        mixed, new = self.attention.extend(self.norm1(x), cache, position, angles)
+        return self._joined(x, mixed), new
 
     def _joined(
         self,
@@ -216,7 +232,23 @@ class GPTNeoX(eqx.Module):
     @typed
     def logits(self, hidden: Float[Array, "*axes dim"]) -> Float[Array, "*axes vocab"]:
         """The scores of each next token."""
-        return hidden @ self.embedding.weight.T if self.head is None else self.head(hidden)
+        return self.embedding.scores(hidden) if self.head is None else self.head(hidden)
+
+    def empty_cache(self, length: int, *, dtype: DTypeLike | None = None) -> nn.Cache:
+        """What `extend` keeps of up to `length` tokens, before the first one."""
+        config, dtype = self.config, self.embedding.weight.dtype if dtype is None else dtype
+        layers = nn.KVCache.empty(config.depth, config.heads, length, config.dim // config.heads, dtype=dtype)
+        return nn.Cache.empty(layers, length)
+
+    @typed
+    def extend(
+        self, tokens: Int[Array, " tokens"], cache: nn.Cache, *, count: Int[Array, ""] | None = None
+    ) -> tuple[Float[Array, "tokens dim"], nn.Cache]:
+        """What the head sees of tokens that follow those in the cache, and the cache with the first `count` of them."""
+        angles = self._angles(cache.position + jnp.arange(tokens.shape[0]))
+        step = lambda block, x, layer: block.extend(x, layer, cache.position, angles)
+        x, new = self.blocks.scan(step, self.embedding(tokens), cache.layers)
+        return self.norm(x), cache.extend(new, tokens.shape[0], count)
 
 
 def _pythia(dim: int, depth: int, heads: int, vocab: int = 50304) -> GPTNeoXConfig:
