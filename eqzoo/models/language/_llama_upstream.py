@@ -95,20 +95,28 @@ def _prepare(
     *,
     defaults: Mapping[str, Any],
     rotary: Mapping[str, Any],
+    whole: bool,
     layers: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Options of which none is left unsaid, with None for what is as usual."""
+    """Options of which none is left unsaid, with None for what is as usual; `whole` heads turn, or part of each."""
     options = {**_DEFAULTS, **defaults, **options}
     heads = options["num_attention_heads"]
     if options["num_key_value_heads"] == heads:
         options["num_key_value_heads"] = None
     if options["head_dim"] is not None and options["head_dim"] * heads == options["hidden_size"]:
         options["head_dim"] = None
-    return layers(read_rotary(options, context=options["max_position_embeddings"], **rotary))
+    options = read_rotary(options, context=options["max_position_embeddings"], **rotary)
+    if whole and options["rotary"].partial != 1:
+        raise ValueError(f"partial_rotary_factor={options['rotary'].partial} is not supported; eqzoo has 1.0")
+    return layers(options)
 
 
-def _restore(options: dict[str, Any], *, layers: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    heads = options["num_attention_heads"]
+def _restore(
+    options: dict[str, Any], *, whole: bool, layers: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    heads, partial = options["num_attention_heads"], options["rotary"].partial
+    if whole and partial != 1:
+        raise ValueError(f"upstream turns whole heads, not {partial} of one")
     said = {
         "num_key_value_heads": options["num_key_value_heads"] or heads,
         "head_dim": options["head_dim"] or options["hidden_size"] // heads,
@@ -117,13 +125,6 @@ def _restore(options: dict[str, Any], *, layers: Callable[[dict[str, Any]], dict
 
 
 def _alike(options: dict[str, Any]) -> dict[str, Any]:
-    return options
-
-
-def _write_whole(options: dict[str, Any]) -> dict[str, Any]:
-    """For those that turn all channels of a head, whatever their config.json says."""
-    if "partial_rotary_factor" in options:
-        raise ValueError(f"upstream turns whole heads, not {options['partial_rotary_factor']} of one")
     return options
 
 
@@ -148,7 +149,7 @@ def _read_windows(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_windows(options: dict[str, Any]) -> dict[str, Any]:
-    options = dict(_write_whole(options))
+    options = dict(options)
     depth, window, windowed = options["num_hidden_layers"], options["sliding_window"], options.pop("windowed")
     windowed = [window is not None] * depth if windowed is None else windowed
     types = ["sliding_attention" if each else "full_attention" for each in windowed]
@@ -181,7 +182,7 @@ def _write_phi3(options: dict[str, Any]) -> dict[str, Any]:
 
 def _write_granite(options: dict[str, Any]) -> dict[str, Any]:
     scale = options["attention_multiplier"]
-    return _write_whole(options) | {"attention_multiplier": options["head_dim"] ** -0.5 if scale is None else scale}
+    return options | {"attention_multiplier": options["head_dim"] ** -0.5 if scale is None else scale}
 
 
 def _upstream(
@@ -195,15 +196,16 @@ def _upstream(
     fixed: Mapping[str, Any] | None = None,
     ignored: tuple[str, ...] = (),
     rotary: Mapping[str, Any] | None = None,
+    whole: bool = True,
     read: Callable[[dict[str, Any]], dict[str, Any]] = _alike,
-    write: Callable[[dict[str, Any]], dict[str, Any]] = _write_whole,
+    write: Callable[[dict[str, Any]], dict[str, Any]] = _alike,
 ) -> Upstream:
     options = Options(
         {**_ALL, **table},
         fixed=fixed or {},
         ignored=(*NOT_MATHEMATICS, *ignored),
-        prepare=partial(_prepare, defaults=defaults, rotary=rotary or {}, layers=read),
-        restore=partial(_restore, layers=write),
+        prepare=partial(_prepare, defaults=defaults, rotary=rotary or {}, whole=whole, layers=read),
+        restore=partial(_restore, whole=whole, layers=write),
     )
     return Upstream(rules, options, names=("*",), model_type=model_type, architecture=architecture, base=base)
 
@@ -313,6 +315,7 @@ UPSTREAMS = {
         fixed={"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
         ignored=("embd_pdrop", "full_attn_mod", "interpolate_factor"),  # upstream reads none of them
         rotary={"longrope": ("longrope", "su", "yarn")},
+        whole=False,
         write=_write_phi3,
     ),
     "transformers_olmo2": _upstream(

@@ -79,6 +79,7 @@ class LlamaConfig:
                 )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window} leaves a token nothing to attend to; pass at least 1, or None")
+        self.rotary.speeds(self.head_width, self.context)  # refuses what it can't turn
         if self.rotated is not None and self.rotary.partial != 1:
             raise ValueError(f"rotated layers among others need rotary.partial=1, not {self.rotary.partial}")
 
