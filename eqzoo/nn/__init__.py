@@ -9,10 +9,13 @@ from eqzoo.nn.activation import mish as mish
 from eqzoo.nn.activation import quick_gelu as quick_gelu
 from eqzoo.nn.attention import Attention as Attention
 from eqzoo.nn.attention import attend as attend
+from eqzoo.nn.attention import cached_mask as cached_mask
 from eqzoo.nn.attention import causal_mask as causal_mask
 from eqzoo.nn.attention import merge_heads as merge_heads
 from eqzoo.nn.attention import split_heads as split_heads
 from eqzoo.nn.attention_pool import AttentionPool as AttentionPool
+from eqzoo.nn.cache import Cache as Cache
+from eqzoo.nn.cache import KVCache as KVCache
 from eqzoo.nn.conv import Conv2d as Conv2d
 from eqzoo.nn.conv import conv2d as conv2d
 from eqzoo.nn.conv_norm import ConvGroupNorm as ConvGroupNorm
@@ -47,6 +50,7 @@ from eqzoo.nn.pool import avg_pool as avg_pool
 from eqzoo.nn.pool import blur_pool as blur_pool
 from eqzoo.nn.pool import global_avg_pool as global_avg_pool
 from eqzoo.nn.pool import max_pool as max_pool
+from eqzoo.nn.position import Rotary as Rotary
 from eqzoo.nn.position import resample_positions as resample_positions
 from eqzoo.nn.position import rotary_angles as rotary_angles
 from eqzoo.nn.position import rotary_angles_2d as rotary_angles_2d

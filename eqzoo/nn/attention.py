@@ -6,9 +6,10 @@ from math import sqrt
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from eqzoo.nn._init import Init
+from eqzoo.nn.cache import KVCache
 from eqzoo.nn.dropout import Dropout, split_key
 from eqzoo.nn.linear import Linear
 from eqzoo.nn.norm import LayerNorm, RMSNorm
@@ -23,10 +24,13 @@ def attend(
     mask: Bool[Array, "#heads #tokens #keys"] | None = None,
     bias: Float[Array, "#heads #tokens #keys"] | None = None,
     scale: Float[Array, ""] | float | None = None,
+    cap: float | None = None,
     dropout: Dropout | None = None,
     dropout_key: PRNGKeyArray | None = None,
 ) -> Float[Array, "heads tokens dim_value"]:
     """`softmax(query @ key.T * scale + bias) @ value` where `mask` is true; the softmax runs in float32.
+
+    A `cap` bends each product smoothly so that it stays between `-cap` and `cap` (Gemma 2).
 
     Each key and value head serves `heads / kv_heads` query heads in a row (grouped-query attention, Ainslie et al.,
     2023). The division by the softmax's sum comes last, on the small result instead of the large matrix of weights.
@@ -39,6 +43,8 @@ def attend(
     query = (query * scale).reshape(kv_heads, heads // kv_heads, tokens, dim_head)
     wide = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("hgqd,hkd->hgqk", query, key, preferred_element_type=wide)
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
     if bias is not None:
         scores = scores + jnp.broadcast_to(bias, (heads, tokens, key.shape[1])).reshape(scores.shape)
     if mask is not None:
@@ -52,9 +58,13 @@ def attend(
     return mixed.reshape(heads, tokens, value.shape[-1]).astype(value.dtype)
 
 
-def causal_mask(tokens: int) -> Bool[Array, "1 tokens tokens"]:
-    """True where a token may look: at itself and at what came before."""
-    return jnp.tril(jnp.ones((1, tokens, tokens), bool))
+def causal_mask(tokens: int, window: Int[Array, ""] | int | None = None) -> Bool[Array, "1 tokens tokens"]:
+    """True where a token may look: at itself and at what came before, `window` tokens in all."""
+    mask = jnp.tril(jnp.ones((1, tokens, tokens), bool))
+    if window is None:
+        return mask
+    positions = jnp.arange(tokens)
+    return mask & (positions[:, None] - positions < window)
 
 
 def split_heads(x: Float[Array, "tokens all_heads"], heads: int) -> Float[Array, "heads tokens dim_head"]:
@@ -65,12 +75,24 @@ def merge_heads(x: Float[Array, "heads tokens dim_head"]) -> Float[Array, "token
     return x.transpose(1, 0, 2).reshape(x.shape[1], -1)
 
 
+def cached_mask(
+    cache: KVCache, position: Int[Array, ""], tokens: int, window: Int[Array, ""] | int | None = None
+) -> Bool[Array, "1 tokens keys"]:
+    """Where `tokens` new ones from `position` on may look: at what `cache` holds, and at each other."""
+    held = cache.positions(position)
+    distance = position + jnp.arange(tokens)[:, None] - held
+    cached = (held >= 0) if window is None else (held >= 0) & (distance < window)
+    cached = jnp.broadcast_to(cached, distance.shape)
+    return jnp.concatenate([cached[None], causal_mask(tokens, window)], axis=-1)
+
+
 class Attention(eqx.Module):
     """Multi-head self-attention (Vaswani et al., 2017).
 
-    `kv_heads` below `heads` gives grouped-query attention; `qk_norm` normalises each head's queries and keys, and
-    `out_norm` what all heads found, before the last layer; `rotary` angles passed to the call turn queries and keys, in
-    pairs of neighbours if `interleaved`.
+    `kv_heads` below `heads` gives grouped-query attention; `qk_norm` normalises the queries and keys, each head's by
+    itself or, if `qk_norm_whole`, all heads' together; `out_norm` what all heads found, before the last layer. `cap`
+    bounds the scores. `rotary` angles passed to the call turn the first channels of queries and keys, as many as there
+    are angles for, in pairs of neighbours if `interleaved`, and lengthen them by `rotary_scale`.
     """
 
     query: Linear
@@ -84,7 +106,10 @@ class Attention(eqx.Module):
     out_dropout: Dropout
     heads: int = eqx.field(static=True)
     kv_heads: int = eqx.field(static=True)
+    qk_norm_whole: bool = eqx.field(static=True)
     interleaved: bool = eqx.field(static=True)
+    rotary_scale: float = eqx.field(static=True)
+    cap: float | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -98,9 +123,12 @@ class Attention(eqx.Module):
         out_bias: bool = True,
         qk_norm: type[LayerNorm] | type[RMSNorm] | None = None,
         qk_norm_eps: float = 1e-6,
+        qk_norm_whole: bool = False,
         out_norm: type[LayerNorm] | type[RMSNorm] | None = None,
         out_norm_eps: float = 1e-6,
         interleaved: bool = False,
+        rotary_scale: float = 1.0,
+        cap: float | None = None,
         weight_dropout: float = 0.0,
         out_dropout: float = 0.0,
         init: Init | None = None,
@@ -119,34 +147,92 @@ class Attention(eqx.Module):
         self.key = Linear(dim, kv_heads * dim_head, use_bias=key_bias, init=init, key=key_key)
         self.value = Linear(dim, kv_heads * dim_head, use_bias=qkv_bias, init=init, key=key_value)
         self.out = Linear(heads * dim_head, dim, use_bias=out_bias, init=init, key=key_out)
-        self.query_norm = None if qk_norm is None else qk_norm(dim_head, eps=qk_norm_eps)
-        self.key_norm = None if qk_norm is None else qk_norm(dim_head, eps=qk_norm_eps)
+        query_width, key_width = (heads * dim_head, kv_heads * dim_head) if qk_norm_whole else (dim_head, dim_head)
+        self.query_norm = None if qk_norm is None else qk_norm(query_width, eps=qk_norm_eps)
+        self.key_norm = None if qk_norm is None else qk_norm(key_width, eps=qk_norm_eps)
         self.out_norm = None if out_norm is None else out_norm(heads * dim_head, eps=out_norm_eps)
         self.weight_dropout = Dropout(weight_dropout)
         self.out_dropout = Dropout(out_dropout)
         self.heads = heads
         self.kv_heads = kv_heads
+        self.qk_norm_whole = qk_norm_whole
         self.interleaved = interleaved
+        self.rotary_scale = rotary_scale
+        self.cap = cap
 
     def __call__(
         self,
         x: Float[Array, "tokens dim"],
         *,
         mask: Bool[Array, "#heads tokens tokens"] | None = None,
-        rotary: Float[Array, "*heads tokens half_dim_head"] | None = None,
+        rotary: Float[Array, "*heads tokens half_dim_rotary"] | None = None,
         scale: Float[Array, ""] | float | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "tokens dim"]:
         key_weights, key_out = split_key(key, 2)
-        query = split_heads(self.query(x), self.heads)
-        keys = split_heads(self.key(x), self.kv_heads)
-        value = split_heads(self.value(x), self.kv_heads)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, keys = self.query_norm(query), self.key_norm(keys)
+        query, keys, value = self._heads(x, rotary)
+        mixed = attend(
+            query,
+            keys,
+            value,
+            mask=mask,
+            scale=scale,
+            cap=self.cap,
+            dropout=self.weight_dropout,
+            dropout_key=key_weights,
+        )
+        return self.out_dropout(self._merge(mixed), key=key_out)
+
+    def extend(
+        self,
+        x: Float[Array, "tokens dim"],
+        cache: KVCache,
+        position: Int[Array, ""],
+        *,
+        rotary: Float[Array, "*heads tokens half_dim_rotary"] | None = None,
+        window: Int[Array, ""] | int | None = None,
+        scale: Float[Array, ""] | float | None = None,
+    ) -> tuple[Float[Array, "tokens dim"], KVCache]:
+        """What the layer makes of tokens at `position` and after it, and their keys and values.
+
+        `cache` holds those of the tokens before, in one layer; it is the caller's to write the new ones to all layers
+        at once. A token attends to itself and to what came before, `window` tokens in all.
+        """
+        query, keys, value = self._heads(x, rotary)
+        new = KVCache(keys, value)
+        mixed = attend(
+            query,
+            jnp.concatenate([cache.key.astype(keys.dtype), keys], axis=1),
+            jnp.concatenate([cache.value.astype(value.dtype), value], axis=1),
+            mask=cached_mask(cache, position, x.shape[0], window),
+            scale=scale,
+            cap=self.cap,
+        )
+        return self._merge(mixed), new
+
+    def _heads(
+        self, x: Float[Array, "tokens dim"], rotary: Float[Array, "*heads tokens half_dim_rotary"] | None
+    ) -> tuple[
+        Float[Array, "heads tokens dim_head"],
+        Float[Array, "kv_heads tokens dim_head"],
+        Float[Array, "kv_heads tokens dim_head"],
+    ]:
+        query, keys = self.query(x), self.key(x)
+        if self.qk_norm_whole:
+            query, keys = self._normalise(query, keys)
+        query, keys = split_heads(query, self.heads), split_heads(keys, self.kv_heads)
+        if not self.qk_norm_whole:
+            query, keys = self._normalise(query, keys)
         if rotary is not None:
-            turn = partial(rotate, angles=rotary, interleaved=self.interleaved)
+            turn = partial(rotate, angles=rotary, interleaved=self.interleaved, scale=self.rotary_scale)
             query, keys = turn(query), turn(keys)
-        mixed = attend(query, keys, value, mask=mask, scale=scale, dropout=self.weight_dropout, dropout_key=key_weights)
+        return query, keys, split_heads(self.value(x), self.kv_heads)
+
+    def _normalise(self, query: Array, keys: Array) -> tuple[Array, Array]:
+        if self.query_norm is None or self.key_norm is None:
+            return query, keys
+        return self.query_norm(query), self.key_norm(keys)
+
+    def _merge(self, mixed: Float[Array, "heads tokens dim_head"]) -> Float[Array, "tokens dim"]:
         merged = merge_heads(mixed)
-        merged = merged if self.out_norm is None else self.out_norm(merged)
-        return self.out_dropout(self.out(merged), key=key_out)
+        return self.out(merged if self.out_norm is None else self.out_norm(merged))

@@ -13,6 +13,11 @@ from eqzoo.nn.norm import LayerNorm, RMSNorm
 Norm = Callable[[int], LayerNorm | RMSNorm]
 
 
+def _product(weight: Float[Array, "out in"], x: Float[Array, "*axes in"]) -> Float[Array, "*axes out"]:
+    # For one row, `weight @ x` reads the weights in their own order: 2.8 times faster on CPU.
+    return (weight @ x.reshape(-1)).reshape(*x.shape[:-1], -1) if x.size == x.shape[-1] else x @ weight.T
+
+
 class Linear(eqx.Module):
     """`x @ weight.T + bias` over the last axis of an array with any leading axes.
 
@@ -34,8 +39,7 @@ class Linear(eqx.Module):
         self.weight, self.bias = weight_and_bias(key, (out_features, in_features), init, use_bias=use_bias)
 
     def __call__(self, x: Float[Array, "*axes in"]) -> Float[Array, "*axes out"]:
-        # For one row, `weight @ x` reads the weights in their own order: 2.8 times faster on CPU.
-        y = self.weight @ x if x.ndim == 1 else x @ self.weight.T
+        y = _product(self.weight, x)
         return y if self.bias is None else y + self.bias
 
 
@@ -49,6 +53,10 @@ class Embedding(eqx.Module):
 
     def __call__(self, tokens: Int[Array, "*axes"]) -> Float[Array, "*axes dim"]:
         return self.weight[tokens]
+
+    def scores(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes tokens_known"]:
+        """The product with each token's vector: the logits of a model whose head is tied to its embedding."""
+        return _product(self.weight, x)
 
 
 class MLP(eqx.Module):

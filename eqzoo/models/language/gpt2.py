@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqzoo import nn
@@ -93,6 +94,13 @@ class Block(eqx.Module):
         x = x + self.attention(self.norm1(x), mask=mask, scale=scale, key=key_attention)
         return x + self.dropout(self.mlp(self.norm2(x)), key=key_dropout)
 
+    def extend(
+        self, x: Float[Array, "tokens dim"], cache: nn.KVCache, position: Int[Array, ""], scale: Float[Array, ""]
+    ) -> tuple[Float[Array, "tokens dim"], nn.KVCache]:
+        y, new = self.attention.extend(self.norm1(x), cache, position, scale=scale)
+        x = x + y
+        return x + self.mlp(self.norm2(x)), new
+
 
 class GPT2(eqx.Module):
     """Token ids to the logits of each next token.
@@ -157,8 +165,35 @@ class GPT2(eqx.Module):
     def __call__(
         self, tokens: Int[Array, " tokens"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "tokens vocab"]:
-        hidden = self.hidden(tokens, key=key)
-        return hidden @ self.embedding.weight.T if self.head is None else self.head(hidden)
+        return self.logits(self.hidden(tokens, key=key))
+
+    @typed
+    def logits(self, hidden: Float[Array, "*axes dim"]) -> Float[Array, "*axes vocab"]:
+        return self.embedding.scores(hidden) if self.head is None else self.head(hidden)
+
+    def empty_cache(self, length: int, *, dtype: DTypeLike | None = None) -> nn.Cache:
+        """What `extend` keeps of up to `length` tokens, before the first one."""
+        if length > self.config.context:
+            raise ValueError(
+                f"GPT2: a cache for {length} tokens is longer than context={self.config.context}; ask for at most that "
+                f"many, or create the model with a larger context"
+            )
+        dtype = self.embedding.weight.dtype if dtype is None else dtype
+        config = self.config
+        layers = nn.KVCache.empty(config.depth, config.heads, length, config.dim // config.heads, dtype=dtype)
+        return nn.Cache.empty(layers, length)
+
+    @typed
+    def extend(
+        self, tokens: Int[Array, " tokens"], cache: nn.Cache, *, count: Int[Array, ""] | None = None
+    ) -> tuple[Float[Array, "tokens dim"], nn.Cache]:
+        """What the head sees of tokens that follow those in the cache, and the cache with the first `count` of them."""
+        position = cache.position
+        x = self.embedding(tokens) + self.positions[position + jnp.arange(tokens.shape[0])]
+        scales = _attention_scales(self.config).astype(x.dtype)
+        step = lambda block, x, layer: block.extend(x, layer[0], position, layer[1])
+        x, new = self.blocks.scan(step, x, (cache.layers, scales))
+        return self.norm(x), cache.extend(new, tokens.shape[0], count)
 
 
 def _attention_scales(config: GPT2Config) -> Float[Array, " depth"]:

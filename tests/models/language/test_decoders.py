@@ -1,0 +1,144 @@
+"""What every language model that generates must show: its cache changes nothing, and no token sees those after it.
+
+A family adds a row: upstream's config of a tiny model, and how many numbers a cache of a given length holds.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import eqzoo
+from tests.parity import assert_close, randomise
+
+VOCAB = 61
+TOKENS = jnp.asarray(np.random.default_rng(0).permutation(VOCAB)[:16], jnp.int32)  # each a different one
+NO_ENDS: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+class Row(NamedTuple):
+    """`numbers` is how many a cache of a length holds. `seed` is of the weights: change it where two tokens tie."""
+
+    name: str
+    config: Callable[[], Any]
+    numbers: Callable[[int], int]
+    seed: int = 0
+    embedding: Callable[[Any], Any] = lambda model: model.embedding.weight
+
+
+ROWS = (
+    Row(
+        "gpt2",
+        lambda: transformers.GPT2Config(n_embd=24, n_layer=3, n_head=3, n_positions=96, **NO_ENDS),
+        lambda length: 2 * 3 * length * 24,
+    ),
+)
+
+
+class Subject(NamedTuple):
+    row: Row
+    model: Any
+    upstream: Any
+
+
+@pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.name)
+def subject(request, tmp_path_factory) -> Subject:
+    row = request.param
+    upstream = transformers.AutoModelForCausalLM.from_config(row.config(), attn_implementation="eager")
+    upstream = randomise(upstream.eval(), row.seed)
+    folder = tmp_path_factory.mktemp(row.name)
+    upstream.save_pretrained(folder)
+    return Subject(row, eqzoo.load(folder), upstream)
+
+
+hidden = eqx.filter_jit(lambda model, tokens: model.hidden(tokens))
+extend = eqx.filter_jit(lambda model, tokens, cache, count: model.extend(tokens, cache, count=count))
+to_logits = eqx.filter_jit(lambda model, hidden: model.logits(hidden))
+
+
+def in_chunks(model: Any, tokens: jax.Array, counts: list[int], size: int, length: int) -> tuple[jax.Array, Any]:
+    """The hidden states of `tokens`, extended by `counts` in turn, each filled up to `size` with junk."""
+    cache, found, start = model.empty_cache(length), [], 0
+    for count in counts:
+        chunk = jnp.concatenate([tokens[start : start + count], jnp.full(size - count, start % VOCAB, jnp.int32)])
+        states, cache = extend(model, chunk, cache, jnp.int32(count))
+        found.append(states[:count])
+        start += count
+    assert start == len(tokens) == cache.position
+    return jnp.concatenate(found), cache
+
+
+@pytest.mark.parametrize(
+    ("counts", "size"),
+    [([5, 5, 5, 1], 5), ([3, 5, 0, 1, 4, 3], 5), ([1] * 16, 1)],
+    ids=["chunks", "padded", "one by one"],
+)
+@pytest.mark.parametrize("length", [16, 24])
+def test_cached_is_uncached(subject, counts, size, length):
+    states, _ = in_chunks(subject.model, TOKENS, counts, size, length)
+    assert_close(states, np.asarray(hidden(subject.model, TOKENS)), 1e-5)
+
+
+def test_padding_leaves_no_trace(subject):
+    padded = jnp.concatenate([TOKENS[:3], jnp.zeros(2, jnp.int32)])
+    other = padded.at[3:].set(VOCAB - 1)
+    (first, cache1), (second, cache2) = (
+        extend(subject.model, tokens, subject.model.empty_cache(24), jnp.int32(3)) for tokens in (padded, other)
+    )
+    np.testing.assert_array_equal(first[:3], second[:3])
+    assert eqx.tree_equal(cache1, cache2)
+
+
+def test_logits_are_upstreams(subject):
+    model = subject.model
+    ours = to_logits(model, hidden(model, TOKENS))
+    with torch.no_grad():
+        theirs = subject.upstream(torch.from_numpy(np.asarray(TOKENS, np.int64))[None]).logits[0]
+    assert_close(ours, theirs, 1e-4)
+
+
+def test_greedy_generation_is_upstreams(subject):
+    model, upstream = subject.model, subject.upstream
+    for prompt in (TOKENS[:3], TOKENS[3:12]):
+        with torch.no_grad():
+            ids = torch.from_numpy(np.asarray(prompt, np.int64))[None]
+            theirs = upstream.generate(ids, max_new_tokens=64, do_sample=False, pad_token_id=0)[0, len(prompt) :]
+        padded = jnp.concatenate([prompt, jnp.zeros(16 - len(prompt), jnp.int32)])
+        states, cache = extend(model, padded, model.empty_cache(96), jnp.int32(len(prompt)))
+        found = [int(jnp.argmax(to_logits(model, states[len(prompt) - 1])))]
+        while len(found) < 64:
+            states, cache = extend(model, jnp.array(found[-1:], jnp.int32), cache, jnp.int32(1))
+            found.append(int(jnp.argmax(to_logits(model, states[0]))))
+        assert found == theirs.tolist()
+
+
+@eqx.filter_jit
+def influence(model: Any, embedding: Callable[[Any], Any], weights: jax.Array) -> jax.Array:
+    """The derivative of each token's hidden state, weighted, by the embedding of each token."""
+    weighted = lambda table: jnp.sum(eqx.tree_at(embedding, model, table).hidden(TOKENS) * weights, axis=-1)
+    return jax.jacrev(weighted)(embedding(model))[:, TOKENS]
+
+
+def test_no_token_sees_those_after_it(subject):
+    weights = jax.random.normal(jax.random.key(0), hidden(subject.model, TOKENS).shape)
+    size = np.abs(influence(subject.model, subject.row.embedding, weights)).max(axis=-1)
+    assert not np.triu(size, 1).any()
+    assert (np.diag(size) > 0).all()
+    assert (np.diag(size, -1) > 0).all()
+
+
+@pytest.mark.parametrize("length", [8, 64])
+def test_a_cache_takes_the_memory_that_arithmetic_says(subject, length):
+    model = eqx.filter_eval_shape(lambda: subject.model)
+    cache = eqx.filter_eval_shape(lambda: subject.model.empty_cache(length, dtype=jnp.bfloat16))
+    leaves = jax.tree.leaves(cache.layers)
+    assert sum(leaf.size for leaf in leaves) == subject.row.numbers(length)
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
+    own = jax.tree.leaves(eqx.filter_eval_shape(lambda: subject.model.empty_cache(length)).layers)
+    assert {leaf.dtype for leaf in own} == {subject.row.embedding(model).dtype}
