@@ -121,6 +121,15 @@ ROWS = (
         vanishing=r".*attention\.key\.bias",  # as above
     ),
     Row(
+        model=eqzoo.Bert,
+        config=eqzoo.BertConfig(
+            dim=16, depth=3, heads=2, hidden=24, vocab=40, context=12, head="classifier", num_classes=8
+        ),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.logits(hidden),
+        vanishing=r".*attention\.key\.bias",  # as above
+    ),
+    Row(
         model=eqzoo.ConvNeXt,
         config=eqzoo.ConvNeXtConfig(
             depths=(2, 3),

@@ -6,9 +6,10 @@ ForTokenClassification and ForQuestionAnswering. Deviations: no decoders (`is_de
 language models, no prediction of the next sentence.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -76,11 +77,9 @@ class BertConfig:
             )
 
     @property
-    def outputs(self) -> int:
-        """How many numbers the head gives."""
-        return {"question_answering": 2, "classifier": self.num_classes, "token_classifier": self.num_classes}.get(
-            self.head or "", 0
-        )
+    def first_position(self) -> int:
+        """Of the table, the row for the first token."""
+        return self.padding + 1 if self.style == "roberta" else 0
 
 
 class Block(eqx.Module):
@@ -122,6 +121,24 @@ class Block(eqx.Module):
         return self.norm2(x + self.dropout(self.mlp(x), key=key_mlp))
 
 
+class MaskedHead(eqx.Module):
+    """What the embedding's scores are taken of, and what is added to them."""
+
+    dense: nn.Linear
+    norm: nn.LayerNorm
+    bias: Float[Array, " vocab"]
+    activation: Callable[[Array], Array] = eqx.field(static=True)
+
+    def __init__(self, dim: int, vocab: int, *, activation: str, norm_eps: float, key: PRNGKeyArray):
+        self.dense = nn.Linear(dim, dim, init=_INIT, key=key)
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.bias = jnp.zeros(vocab, jnp.float32)
+        self.activation = nn.activation(activation)
+
+    def __call__(self, hidden: Float[Array, "tokens dim"], embedding: nn.Embedding) -> Float[Array, "tokens vocab"]:
+        return embedding.scores(self.norm(self.activation(self.dense(hidden)))) + self.bias
+
+
 class Bert(eqx.Module):
     """Token ids to hidden states, or to what the head makes of them.
 
@@ -136,21 +153,21 @@ class Bert(eqx.Module):
     norm: nn.LayerNorm
     embedding_dropout: nn.Dropout
     blocks: nn.Stack[Block]
+    masked_head: MaskedHead | None
     pooler: nn.Linear | None
     pre_head: nn.Linear | None
-    pre_head_norm: nn.LayerNorm | None
     head_dropout: nn.Dropout
     head: nn.Linear | None
-    head_bias: Float[Array, " vocab"] | None
+    token_head: nn.Linear | None
+    answer_head: nn.Linear | None
     config: BertConfig = eqx.field(static=True)
 
     def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
         keys = jax.random.split(key, 7)
-        dim, is_distilled = config.dim, config.style == "distilbert"
-        has_own_dense = config.head == "masked_lm" or (config.head == "classifier" and config.style != "bert")
-        has_pooler = config.pooler if config.head is None else config.head == "classifier" and config.style == "bert"
+        dim, head, is_bert = config.dim, config.head, config.style == "bert"
+        linear = partial(nn.Linear, dim, init=_INIT)
         self.embedding = nn.Embedding(config.vocab, dim, key=keys[0])
-        self.positions = _INIT(keys[1], (config.context + _first_position(config), dim))
+        self.positions = _INIT(keys[1], (config.context + config.first_position, dim))
         self.token_types = nn.Embedding(config.token_types, dim, key=keys[2]) if config.token_types else None
         self.norm = nn.LayerNorm(dim, eps=config.norm_eps)
         self.embedding_dropout = nn.Dropout(config.dropout)
@@ -162,19 +179,26 @@ class Bert(eqx.Module):
                 activation=config.activation,
                 norm_eps=config.norm_eps,
                 weight_dropout=config.attention_dropout,
-                out_dropout=0.0 if is_distilled else config.dropout,
+                out_dropout=0.0 if config.style == "distilbert" else config.dropout,
                 dropout=config.dropout,
                 key=key,
             ),
             config.depth,
             key=keys[3],
         )
-        self.pooler = nn.Linear(dim, dim, init=_INIT, key=keys[4]) if has_pooler else None
-        self.pre_head = nn.Linear(dim, dim, init=_INIT, key=keys[5]) if has_own_dense else None
-        self.pre_head_norm = nn.LayerNorm(dim, eps=config.norm_eps) if config.head == "masked_lm" else None
+        self.masked_head = (
+            MaskedHead(dim, config.vocab, activation=config.activation, norm_eps=config.norm_eps, key=keys[4])
+            if head == "masked_lm"
+            else None
+        )
+        has_pooler = config.pooler if head is None else head == "classifier" and is_bert
+        self.pooler = linear(dim, key=keys[5]) if has_pooler else None
+        self.pre_head = linear(dim, key=keys[5]) if head == "classifier" and not is_bert else None
         self.head_dropout = nn.Dropout(config.head_dropout)
-        self.head = nn.Linear(dim, config.outputs, init=_INIT, key=keys[6]) if config.outputs else None
-        self.head_bias = jnp.zeros(config.vocab, jnp.float32) if config.head == "masked_lm" else None
+        classes = linear(config.num_classes, key=keys[6]) if config.num_classes else None
+        self.head = classes if head == "classifier" else None
+        self.token_head = classes if head == "token_classifier" else None
+        self.answer_head = linear(2, key=keys[6]) if head == "question_answering" else None
         self.config = config
 
     @typed
@@ -199,7 +223,8 @@ class Bert(eqx.Module):
         x = self.embedding_dropout(self.norm(x), key=key_embedding)
         mask = jnp.ones(length, bool) if mask is None else mask
         mask = jnp.broadcast_to(mask, (1, length, length))
-        return self.blocks.scan(partial(_step, mask), (x, key_blocks))[0][0]
+        keys = None if key_blocks is None else jax.random.split(key_blocks, self.config.depth)
+        return self.blocks.scan(lambda block, x, key: (block(x, mask, key=key), None), x, keys)[0]
 
     def _places(self, tokens: Int[Array, " tokens"]) -> Int[Array, " tokens"]:
         if self.config.style != "roberta":
@@ -208,29 +233,32 @@ class Bert(eqx.Module):
         return jnp.cumsum(real) * real + self.config.padding
 
     @typed
-    def pooled(
-        self, hidden: Float[Array, "tokens dim"], *, key: PRNGKeyArray | None = None
-    ) -> Float[Array, " dim"]:
+    def pooled(self, hidden: Float[Array, "tokens dim"], *, key: PRNGKeyArray | None = None) -> Float[Array, " dim"]:
         """The text as one vector, made of the hidden state of its first token."""
-        is_distilled = self.config.style == "distilbert"
         if self.pooler is not None:
             return jnp.tanh(self.pooler(hidden[0]))
-        if self.pre_head is None or self.config.head != "classifier":
-            raise ValueError(f"Bert: a model with head={self.config.head!r} and without a pooler has no pooled output")
-        first = hidden[0] if is_distilled else self.head_dropout(hidden[0], key=key)
-        return (jax.nn.relu if is_distilled else jnp.tanh)(self.pre_head(first))
+        if self.pre_head is None:
+            raise ValueError(
+                f"Bert: a {self.config.style} with head={self.config.head!r} and pooler={self.config.pooler} has no "
+                f"pooled output; take the mean of the hidden states"
+            )
+        if self.config.style == "distilbert":
+            return jax.nn.relu(self.pre_head(hidden[0]))
+        return jnp.tanh(self.pre_head(self.head_dropout(hidden[0], key=key)))
 
     @typed
     def logits(self, hidden: Float[Array, "tokens dim"], *, key: PRNGKeyArray | None = None) -> Float[Array, "*out"]:
         """The head alone: what it makes of the hidden states."""
-        key_pool, key_head = nn.split_key(key, 2)
-        if self.pre_head is not None and self.pre_head_norm is not None:
-            hidden = self.pre_head_norm(nn.activation(self.config.activation)(self.pre_head(hidden)))
-            return hidden @ self.embedding.weight.T + self.head_bias
+        key_pooled, key_head = nn.split_key(key, 2)
+        if self.masked_head is not None:
+            return self.masked_head(hidden, self.embedding)
+        if self.answer_head is not None:
+            drops = self.config.style == "distilbert"
+            return self.answer_head(self.head_dropout(hidden, key=key_head) if drops else hidden)
         if self.config.head == "classifier":
-            hidden = self.pooled(hidden, key=key_pool)
-        drops = self.config.head != "question_answering" or self.config.style == "distilbert"
-        return hidden if self.head is None else self.head(self.head_dropout(hidden, key=key_head) if drops else hidden)
+            hidden = self.pooled(hidden, key=key_pooled)
+        head = self.token_head if self.head is None else self.head
+        return hidden if head is None else head(self.head_dropout(hidden, key=key_head))
 
     @typed
     def __call__(
@@ -243,4 +271,90 @@ class Bert(eqx.Module):
     ) -> Float[Array, "*out"]:
         key_hidden, key_head = nn.split_key(key, 2)
         hidden = self.hidden(tokens, mask=mask, token_types=token_types, key=key_hidden)
-        return hidden if self.config.head is None else self.logits(hidden, key=key_head)
+        return self.logits(hidden, key=key_head)
+
+
+_LARGE: dict[str, Any] = {"dim": 1024, "depth": 24, "heads": 16, "hidden": 4096}
+_BASE: dict[str, Any] = {"dim": 768, "depth": 12, "heads": 12, "hidden": 3072}
+_ROBERTA: dict[str, Any] = {"style": "roberta", "vocab": 50265, "token_types": 1, "padding": 1, "norm_eps": 1e-5}
+_DISTILBERT: dict[str, Any] = {**_BASE, "style": "distilbert", "depth": 6, "token_types": 0, "head_dropout": 0.2}
+_SMALL: dict[str, Any] = {"dim": 384, "depth": 12, "heads": 12, "hidden": 1536, "head": None, "pooler": True}
+
+VARIANTS = {
+    "bert-base-uncased": BertConfig(**_BASE, vocab=30522),
+    "bert-base-cased": BertConfig(**_BASE, vocab=28996),
+    "bert-large-uncased": BertConfig(**_LARGE, vocab=30522),
+    "bert-large-cased": BertConfig(**_LARGE, vocab=28996),
+    "bert-base-multilingual-uncased": BertConfig(**_BASE, vocab=105879),
+    "bert-base-multilingual-cased": BertConfig(**_BASE, vocab=119547),
+    "bert-base-chinese": BertConfig(**_BASE, vocab=21128),
+    "all-MiniLM-L6-v2": BertConfig(**{**_SMALL, "depth": 6}, vocab=30522),
+    "all-MiniLM-L12-v2": BertConfig(**_SMALL, vocab=30522),
+    "bge-small-en-v1.5": BertConfig(**_SMALL, vocab=30522),
+    "bge-base-en-v1.5": BertConfig(**_BASE, vocab=30522, head=None, pooler=True),
+    "bge-large-en-v1.5": BertConfig(**_LARGE, vocab=30522, head=None, pooler=True),
+    "roberta-base": BertConfig(**_BASE, **_ROBERTA),
+    "roberta-large": BertConfig(**_LARGE, **_ROBERTA),
+    "distilroberta-base": BertConfig(**{**_BASE, "depth": 6}, **_ROBERTA),
+    "xlm-roberta-base": BertConfig(**_BASE, **{**_ROBERTA, "vocab": 250002}),
+    "xlm-roberta-large": BertConfig(**_LARGE, **{**_ROBERTA, "vocab": 250002}),
+    "distilbert-base-uncased": BertConfig(**_DISTILBERT, vocab=30522),
+    "distilbert-base-cased": BertConfig(**_DISTILBERT, vocab=28996),
+    "distilbert-base-multilingual-cased": BertConfig(**_DISTILBERT, vocab=119547),
+}
+
+SHARDING = (
+    # By columns: the vocabulary's size has no useful divisor.
+    (r"(embedding|token_types)\.weight|positions", P(None, ("model", "fsdp"))),
+    (r".*attention\.(query|key|value)\.weight", P("model", "fsdp")),
+    (r".*attention\.(query|key|value)\.bias", P("model")),
+    (r".*attention\.out\.weight", P("fsdp", "model")),
+    (r".*mlp\.fc1\.weight", P("model", "fsdp")),
+    (r".*mlp\.fc1\.bias", P("model")),
+    (r".*mlp\.fc2\.weight", P("fsdp", "model")),
+    (r"(pooler|pre_head|masked_head\.dense|head|token_head|answer_head)\.weight", P(None, ("model", "fsdp"))),
+)
+
+FAMILY = Family(
+    Bert,
+    BertConfig,
+    VARIANTS,
+    upstreams={
+        "transformers_bert": Upstream(
+            BERT,
+            BERT_OPTIONS,
+            names=("bert-*", "all-*", "bge-*"),
+            model_type="bert",
+            architecture="BertForMaskedLM",
+            base="bert-base-uncased",
+        ),
+        "transformers_roberta": Upstream(
+            ROBERTA,
+            ROBERTA_OPTIONS,
+            names=("roberta-*", "distilroberta-*"),
+            model_type="roberta",
+            architecture="RobertaForMaskedLM",
+            base="roberta-base",
+        ),
+        "transformers_xlm_roberta": Upstream(
+            ROBERTA,
+            XLM_ROBERTA_OPTIONS,
+            names=("xlm-roberta-*",),
+            model_type="xlm-roberta",
+            architecture="XLMRobertaForMaskedLM",
+            base="xlm-roberta-base",
+        ),
+        "transformers_distilbert": Upstream(
+            DISTILBERT,
+            DISTILBERT_OPTIONS,
+            names=("distilbert-*",),
+            model_type="distilbert",
+            architecture="DistilBertForMaskedLM",
+            base="distilbert-base-uncased",
+        ),
+        "transformers_bert_body": Upstream(BERT_BODY),
+        "transformers_distilbert_body": Upstream(DISTILBERT_BODY),
+    },
+    sharding=SHARDING,
+    adapters={"num_classes": new_head},
+)
