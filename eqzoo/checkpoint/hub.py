@@ -135,8 +135,8 @@ class _Snapshot:
                 return False
             except EntryNotFoundError:
                 return False
-        self.folder = path.parent
-        self.revision = path.parent.name
+        self.folder = path.parents[file.count("/")]
+        self.revision = self.folder.name
         return True
 
     def lacks(self, files: tuple[str, ...]) -> Exception:

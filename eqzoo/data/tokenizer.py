@@ -68,12 +68,17 @@ class Tokenizer:
         special = _special_tokens(file.parent, config, tokenizer)
         return cls(tokenizer, special_tokens=special, chat_template=_chat_template(file.parent, config))
 
-    def encode(self, text: str, *, special: bool = True) -> Int[np.ndarray, " tokens"]:
-        """The ids of a text, between those that the model expects around it if `special`.
+    def encode(self, text: str, *, special: bool = True, length: int | None = None) -> Int[np.ndarray, " tokens"]:
+        """The ids of a text, between those that the model expects around it if `special`; at most `length` in all.
 
         What stands for a special token in the text becomes that token.
         """
-        return np.array(self._tokenizer.encode(text, add_special_tokens=special).ids, np.int32)
+        encoding = self._tokenizer.encode(text, add_special_tokens=special and length is None)
+        if length is not None:
+            around = self._tokenizer.num_special_tokens_to_add(False) if special else 0
+            encoding.truncate(max(0, length - around))
+            encoding = self._tokenizer.post_process(encoding, add_special_tokens=special)
+        return np.array(encoding.ids, np.int32)
 
     def encode_pair(self, first: str, second: str) -> tuple[Int[np.ndarray, " tokens"], Int[np.ndarray, " tokens"]]:
         """The ids of two texts in one sequence, and of which of them each is: a model's `token_types`."""
