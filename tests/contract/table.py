@@ -158,6 +158,38 @@ ROWS = (
         read_out=lambda model, hidden: model.logits(hidden),
     ),
     Row(
+        model=eqzoo.Bert,
+        config=eqzoo.BertConfig(
+            dim=16, depth=3, heads=2, hidden=24, vocab=40, context=12, head="classifier", num_classes=8
+        ),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.logits(hidden),
+        vanishing=r".*attention\.key\.bias",  # as above
+    ),
+    Row(
+        model=eqzoo.ModernBert,
+        config=eqzoo.ModernBertConfig(
+            dim=16,
+            depth=4,
+            heads=2,
+            hidden=24,
+            vocab=40,
+            window=6,
+            norm_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+            head_bias=True,
+            head="classifier",
+            embedding_dropout=0.1,
+            attention_dropout=0.1,
+            mlp_dropout=0.1,
+            head_dropout=0.1,
+            num_classes=8,
+        ),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.logits(hidden),
+    ),
+    Row(
         model=eqzoo.ConvNeXt,
         config=eqzoo.ConvNeXtConfig(
             depths=(2, 3),
