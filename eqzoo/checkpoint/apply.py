@@ -215,10 +215,10 @@ def _first_that_applies(
 ) -> tuple[Rule | Drop | Alias | None, list[Slot]]:
     for rule in rules:
         if isinstance(rule, Rule):
-            leaves = rule.leaves_of(name)
-            targets = [_parse(leaf) for leaf in leaves or ()]
-            if leaves is not None and all(target in slots for target in targets):
-                return rule, targets
+            if rule.forward.fullmatch(name):
+                targets = [_parse(leaf) for leaf in rule.leaves_of(name) or ()]
+                if all(target in slots for target in targets):
+                    return rule, targets
         elif re.fullmatch(rule.source, name):
             return rule, []
     return None, []
@@ -227,7 +227,9 @@ def _first_that_applies(
 def _rule_and_source(target: str, rules: Rules, slots: Collection[Slot]) -> tuple[Rule | None, str]:
     """The first rule backwards that has a place in the model for all it would fill, and its tensor."""
     for rule in rules:
-        if isinstance(rule, Rule) and (source := rule.source_of(target)) is not None:
+        if not isinstance(rule, Rule) or not any(pattern.fullmatch(target) for pattern in rule.backward):
+            continue
+        if (source := rule.source_of(target)) is not None:
             targets = rule.leaves_of(source) or ()
             if len(targets) == 1 or all(_parse(leaf) in slots for leaf in targets):
                 return rule, source
