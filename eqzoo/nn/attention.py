@@ -86,6 +86,27 @@ def cached_mask(
     return jnp.concatenate([cached[None], causal_mask(tokens, window)], axis=-1)
 
 
+def attend_cached(
+    query: Float[Array, "heads tokens dim_head"],
+    new: KVCache,
+    cache: KVCache,
+    position: Int[Array, ""],
+    *,
+    window: Int[Array, ""] | int | None = None,
+    scale: Float[Array, ""] | float | None = None,
+    cap: float | None = None,
+) -> Float[Array, "heads tokens dim_value"]:
+    """`attend` of tokens at `position` and after it to themselves, `new`, and to those before them, in `cache`."""
+    return attend(
+        query,
+        jnp.concatenate([cache.key.astype(new.key.dtype), new.key], axis=1),
+        jnp.concatenate([cache.value.astype(new.value.dtype), new.value], axis=1),
+        mask=cached_mask(cache, position, query.shape[1], window),
+        scale=scale,
+        cap=cap,
+    )
+
+
 class Attention(eqx.Module):
     """Multi-head self-attention (Vaswani et al., 2017).
 
@@ -200,14 +221,7 @@ class Attention(eqx.Module):
         """
         query, keys, value = self._heads(x, rotary)
         new = KVCache(keys, value)
-        mixed = attend(
-            query,
-            jnp.concatenate([cache.key.astype(keys.dtype), keys], axis=1),
-            jnp.concatenate([cache.value.astype(value.dtype), value], axis=1),
-            mask=cached_mask(cache, position, x.shape[0], window),
-            scale=scale,
-            cap=self.cap,
-        )
+        mixed = attend_cached(query, new, cache, position, window=window, scale=scale, cap=self.cap)
         return self._merge(mixed), new
 
     def _heads(

@@ -121,6 +121,21 @@ ROWS = (
         vanishing=r".*attention\.key\.bias",  # as above
     ),
     Row(
+        model=eqzoo.GPTNeoX,
+        config=eqzoo.GPTNeoXConfig(
+            dim=16,
+            depth=3,
+            heads=2,
+            hidden=24,
+            vocab=40,
+            rotary_fraction=0.5,
+            attention_dropout=0.1,
+            residual_dropout=0.1,
+        ),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.head(hidden),
+    ),
+    Row(
         model=eqzoo.ConvNeXt,
         config=eqzoo.ConvNeXtConfig(
             depths=(2, 3),

@@ -38,6 +38,13 @@ ROWS = (
         lambda: transformers.GPT2Config(n_embd=24, n_layer=3, n_head=3, n_positions=96, **NO_ENDS),
         lambda length: 2 * 3 * length * 24,
     ),
+    Row(
+        "gpt_neox",
+        lambda: transformers.GPTNeoXConfig(
+            hidden_size=24, num_hidden_layers=3, num_attention_heads=2, intermediate_size=40, rotary_pct=0.5, **NO_ENDS
+        ),
+        lambda length: 2 * 3 * length * 24,
+    ),
 )
 
 
