@@ -1,5 +1,8 @@
 """Convolution over tokens."""
 
+import operator
+from functools import reduce
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -36,6 +39,6 @@ class CausalConv1d(eqx.Module):
         """
         tokens, kernel = x.shape[0], self.weight.shape[-1]
         inputs = jnp.concatenate([before.astype(x.dtype), x])
-        y = sum((inputs[k : k + tokens] * self.weight[:, 0, k] for k in range(1, kernel)), inputs[:tokens] * self.weight[:, 0, 0])
+        y = reduce(operator.add, (inputs[k : k + tokens] * self.weight[:, 0, k] for k in range(kernel)))
         last = jax.lax.dynamic_slice_in_dim(inputs, tokens if count is None else count, kernel - 1)
         return y if self.bias is None else y + self.bias, last.astype(before.dtype)

@@ -21,6 +21,7 @@ from eqzoo import nn
 from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint import SPLIT, Alias, Rule, prefixed
 from eqzoo.models._family import Family, Option, Options, Upstream
+from eqzoo.models.language._transformers import NOT_MATHEMATICS
 from eqzoo.nn._init import normal, uniform
 from eqzoo.nn._precision import at_least_float32
 
@@ -155,9 +156,7 @@ def selective_scan(
     return y.reshape(chunks * _CHUNK, -1)[:tokens], last
 
 
-Chunk = tuple[
-    Float[Array, "tokens inner"], Float[Array, "tokens inner"], Float[Array, "tokens state"], Float[Array, "tokens state"]
-]
+Chunk = tuple[Float[Array, "tokens _"], ...]  # u, dt, B and C
 
 
 def _scan_chunk(
@@ -353,8 +352,12 @@ OPTIONS = Options(
         "tie_word_embeddings": "tied_head",
     },
     ignored=(
-        r"time_step_(scale|min|max|floor|init_scheme)|initializer_range|rescale_prenorm_residual",  # a fresh model's
+        *NOT_MATHEMATICS,
+        r"time_step_(scale|min|max|floor|init_scheme)|rescale_prenorm_residual",  # a fresh model's
+        r"use_mambapy|use_associative_scan|fused_add_norm",  # how it is computed
+        r"intermediate_size|d_model|d_inner|n_layer|ssm_cfg|pad_vocab_size_multiple",  # what others say too
     ),
+    fixed={"rms_norm": True},
     prepare=_prepare,
     restore=_restore,
 )

@@ -45,6 +45,11 @@ ROWS = (
         ),
         lambda length: 2 * 3 * length * 24,
     ),
+    Row(
+        "mamba",
+        lambda: transformers.MambaConfig(hidden_size=24, num_hidden_layers=3, state_size=5, **NO_ENDS),
+        lambda length: 3 * (3 + 5) * 48,
+    ),
 )
 
 
