@@ -7,7 +7,7 @@ float32 at least also beside weights in half precision; a fresh model has upstre
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, sqrt
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -21,6 +21,7 @@ from eqzoo import nn
 from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint import SPLIT, Alias, Rule, prefixed
 from eqzoo.models._family import Family, Option, Options, Upstream
+from eqzoo.models.language._mamba_blocks import Block, State, time_step_bias
 from eqzoo.models.language._transformers import NOT_MATHEMATICS
 from eqzoo.nn._init import normal, uniform
 from eqzoo.nn._precision import at_least_float32
@@ -54,23 +55,6 @@ class MambaConfig:
     @property
     def inner(self) -> int:
         return self.expand * self.dim
-
-
-class MambaState(NamedTuple):
-    """What a block keeps: the last inputs of its convolution, and its state."""
-
-    inputs: Float[Array, "*layers kernel_less_one inner"]
-    state: Float[Array, "*layers state inner"]
-
-    @staticmethod
-    def empty(config: MambaConfig, dtype: DTypeLike | None, own: DTypeLike) -> "MambaState":
-        """Zeros of a dtype, by default the model's `own`, and float32 at least for the state."""
-        wide = jnp.promote_types(own, jnp.float32)
-        inputs, state = (own, wide) if dtype is None else (dtype, dtype)
-        return MambaState(
-            jnp.zeros((config.depth, config.kernel - 1, config.inner), inputs),
-            jnp.zeros((config.depth, config.state, config.inner), state),
-        )
 
 
 class Mixer(eqx.Module):
@@ -116,8 +100,8 @@ class Mixer(eqx.Module):
         self.activation = activation
 
     def __call__(
-        self, x: Float[Array, "tokens dim"], before: MambaState, count: Int[Array, ""] | None
-    ) -> tuple[Float[Array, "tokens dim"], MambaState]:
+        self, x: Float[Array, "tokens dim"], before: State, count: Int[Array, ""] | None
+    ) -> tuple[Float[Array, "tokens dim"], State]:
         rank, state = self.dt_proj.weight.shape[1], self.A_log.shape[1]
         u, inputs = self.conv(self.in_proj(x), before.inputs, count=count)
         u = nn.activation(self.activation)(u)
@@ -130,7 +114,7 @@ class Mixer(eqx.Module):
             dt * u, dt, B, C, -jnp.exp(at_least_float32(self.A_log).T), before.state.astype(dt.dtype)
         )
         y = (y + u * self.D) * jax.nn.silu(at_least_float32(self.gate(x)))
-        return self.out_proj(y.astype(x.dtype)), MambaState(inputs, last.astype(before.state.dtype))
+        return self.out_proj(y.astype(x.dtype)), State(inputs, last.astype(before.state.dtype))
 
 
 def selective_scan(
@@ -192,30 +176,11 @@ def _all_at_once(
     return h[-1], jnp.einsum("ts,tsi->ti", C, h)
 
 
-def time_step_bias(key: PRNGKeyArray, size: int) -> Float[Array, " size"]:
-    """Biases whose softplus lies between 0.001 and 0.1, evenly by its logarithm."""
-    # Out of a table made by numpy because `jit` rounds logarithms differently from eager execution.
-    steps = np.geomspace(1e-3, 1e-1, 4096)
-    table = jnp.asarray(steps + np.log(-np.expm1(-steps)), jnp.float32)
-    return table[((uniform(key, (size,), 1.0) + 1) * (len(steps) // 2)).astype(jnp.int32)]
-
-
-class Block(eqx.Module):
-    norm: nn.RMSNorm
-    mixer: Mixer
-
-    def __call__(
-        self, x: Float[Array, "tokens dim"], before: MambaState, count: Int[Array, ""] | None
-    ) -> tuple[Float[Array, "tokens dim"], MambaState]:
-        y, after = self.mixer(self.norm(x.astype(self.norm.weight.dtype)), before, count)
-        return x + y.astype(x.dtype), after
-
-
 class Mamba(eqx.Module):
     """Token ids to the logits of each next token."""
 
     embedding: nn.Embedding
-    blocks: nn.Stack[Block]
+    blocks: nn.Stack[Block[Mixer]]
     norm: nn.RMSNorm
     head: nn.Linear | None
     config: MambaConfig = eqx.field(static=True)
@@ -270,7 +235,10 @@ class Mamba(eqx.Module):
     def empty_cache(self, length: int, *, dtype: DTypeLike | None = None) -> nn.Cache:
         """What `extend` keeps before the first token: states, whose size no `length` changes, in float32 at least
         unless a `dtype` is given."""
-        return nn.Cache.empty(MambaState.empty(self.config, dtype, self.embedding.weight.dtype), length)
+        config = self.config
+        inputs = (config.depth, config.kernel - 1, config.inner)
+        state = (config.depth, config.state, config.inner)
+        return nn.Cache.empty(State.empty(inputs, state, dtype=dtype, own=self.embedding.weight.dtype), length)
 
     @typed
     def extend(
