@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import eqzoo
+from eqzoo import generation
 from tests.parity import assert_close, randomise
 
 VOCAB = 61
@@ -128,18 +129,14 @@ def test_logits_are_upstreams(subject):
 
 
 def test_greedy_generation_is_upstreams(subject):
-    model, upstream = subject.model, subject.upstream
-    for prompt in (TOKENS[:3], TOKENS[3:12]):
+    prompts = [TOKENS[:3], TOKENS[3:12]]
+    ours = generation.generate(subject.model, prompts, 64)
+    for prompt, found in zip(prompts, ours, strict=True):
         with torch.no_grad():
             ids = torch.from_numpy(np.asarray(prompt, np.int64))[None]
-            theirs = upstream.generate(ids, max_new_tokens=64, do_sample=False, pad_token_id=0)[0, len(prompt) :]
-        padded = jnp.concatenate([prompt, jnp.zeros(16 - len(prompt), jnp.int32)])
-        states, cache = extend(model, padded, model.empty_cache(96), jnp.int32(len(prompt)))
-        found = [int(jnp.argmax(to_logits(model, states[len(prompt) - 1])))]
-        while len(found) < 64:
-            states, cache = extend(model, jnp.array(found[-1:], jnp.int32), cache, jnp.int32(1))
-            found.append(int(jnp.argmax(to_logits(model, states[0]))))
-        assert found == theirs.tolist()
+            options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
+            theirs = subject.upstream.generate(ids, max_new_tokens=64, **options)
+        assert found.tokens == theirs[0, len(prompt) :].tolist()
 
 
 @eqx.filter_jit
