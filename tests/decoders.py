@@ -9,11 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+import transformers
 
 import eqzoo
-from tests.parity import assert_close, assert_same_gradients
+from eqzoo.models._family import Option, Options
+from tests.parity import assert_close, assert_same_gradients, randomise
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 14))
+
+
+def tiny_model(config: Any) -> Any:
+    """Upstream's model in evaluation mode, every weight of which matters."""
+    return randomise(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(), 0)
+
+
+def names_of(options: Options, name: str) -> list[str]:
+    """The values that an option of upstream's may have."""
+    entry = options.table[name]
+    assert isinstance(entry, Option)
+    return list(entry.values)
 
 
 def _next_token_loss(model: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

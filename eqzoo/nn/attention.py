@@ -1,5 +1,6 @@
 """Softmax attention."""
 
+from collections.abc import Callable
 from functools import partial
 from math import sqrt
 
@@ -142,7 +143,7 @@ class Attention(eqx.Module):
         qkv_bias: bool = True,
         key_bias: bool | None = None,
         out_bias: bool = True,
-        qk_norm: type[LayerNorm] | type[RMSNorm] | None = None,
+        qk_norm: Callable[..., LayerNorm | RMSNorm] | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_whole: bool = False,
         out_norm: type[LayerNorm] | type[RMSNorm] | None = None,
@@ -219,10 +220,20 @@ class Attention(eqx.Module):
         `cache` holds those of the tokens before, in one layer; it is the caller's to write the new ones to all layers
         at once. A token attends to itself and to what came before, `window` tokens in all.
         """
+        look = partial(attend_cached, cache=cache, position=position, window=window, scale=scale, cap=self.cap)
+        return self.around(look, x, rotary=rotary)
+
+    def around(
+        self,
+        look: Callable[[Array, KVCache], Array],
+        x: Float[Array, "tokens dim"],
+        *,
+        rotary: Float[Array, "*heads tokens half_dim_rotary"] | None = None,
+    ) -> tuple[Float[Array, "tokens dim"], KVCache]:
+        """As `extend`, with another way to attend: `look(query, new)` is given the queries and what the cache gets."""
         query, keys, value = self._heads(x, rotary)
         new = KVCache(keys, value)
-        mixed = attend_cached(query, new, cache, position, window=window, scale=scale, cap=self.cap)
-        return self._merge(mixed), new
+        return self._merge(look(query, new)), new
 
     def _heads(
         self, x: Float[Array, "tokens dim"], rotary: Float[Array, "*heads tokens half_dim_rotary"] | None

@@ -128,7 +128,7 @@ ROWS = (
             heads=2,
             hidden=24,
             vocab=40,
-            rotary_fraction=0.5,
+            rotary=eqzoo.nn.Rotary(partial=0.5),
             attention_dropout=0.1,
             residual_dropout=0.1,
         ),

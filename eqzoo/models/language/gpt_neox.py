@@ -18,15 +18,17 @@ from eqzoo import nn
 from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint import Alias, Drop, Rule, prefixed
 from eqzoo.models._family import Family, Option, Options, Upstream
+from eqzoo.models.language._rotary import read_rotary, write_rotary
 from eqzoo.models.language._transformers import NOT_MATHEMATICS
 from eqzoo.nn._init import normal
 
 _STD = 0.02
+_A_QUARTER = nn.Rotary(partial=0.25)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTNeoXConfig:
-    """`hidden` is the width inside an MLP. The first `rotary_fraction` of a head's channels turn with the position.
+    """`hidden` is the width inside an MLP.
 
     Attention and MLP both see what the block gets if they are `parallel`, else the MLP sees what attention made of it.
     `context` is how many tokens the model was trained on; it takes more.
@@ -40,8 +42,7 @@ class GPTNeoXConfig:
     context: int = 2048
     activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu"
     norm_eps: float = 1e-5
-    rotary_fraction: float = 0.25
-    rotary_base: float = 10000.0
+    rotary: nn.Rotary = _A_QUARTER
     parallel: bool = True
     attention_bias: bool = True
     tied_head: bool = False
@@ -52,15 +53,15 @@ class GPTNeoXConfig:
         check_choices(self)
         if self.dim % self.heads:
             raise ValueError(f"dim={self.dim} is not a multiple of heads={self.heads}; choose heads that divide dim")
-        if self.rotary_dim % 2 or not 0 < self.rotary_fraction <= 1:
+        if int(self.dim_head * self.rotary.partial) % 2:
             raise ValueError(
-                f"rotary_fraction={self.rotary_fraction} of a head's {self.dim // self.heads} channels is "
-                f"{self.rotary_dim}; choose one in (0, 1] that gives an even number, for they turn in pairs"
+                f"{self.rotary.partial} of a head's {self.dim_head} channels can't turn in pairs; let rotary.partial "
+                f"give an even number"
             )
 
     @property
-    def rotary_dim(self) -> int:
-        return int(self.dim // self.heads * self.rotary_fraction)
+    def dim_head(self) -> int:
+        return self.dim // self.heads
 
 
 class FusedAttention(eqx.Module):
@@ -70,14 +71,16 @@ class FusedAttention(eqx.Module):
     out: nn.Linear
     dropout: nn.Dropout
     heads: int = eqx.field(static=True)
+    rotary_scale: float = eqx.field(static=True)
 
-    def __init__(self, dim: int, heads: int, *, use_bias: bool, dropout: float, key: PRNGKeyArray):
+    def __init__(self, dim: int, heads: int, *, rotary_scale: float, use_bias: bool, dropout: float, key: PRNGKeyArray):
         key_qkv, key_out = jax.random.split(key)
         init = partial(normal, std=_STD)
         self.qkv = nn.Linear(dim, 3 * dim, use_bias=use_bias, init=init, key=key_qkv)
         self.out = nn.Linear(dim, dim, use_bias=use_bias, init=init, key=key_out)
         self.dropout = nn.Dropout(dropout)
         self.heads = heads
+        self.rotary_scale = rotary_scale
 
     def __call__(
         self, x: Float[Array, "tokens dim"], angles: Float[Array, "tokens pairs"], *, key: PRNGKeyArray | None = None
@@ -103,7 +106,8 @@ class FusedAttention(eqx.Module):
         self, x: Float[Array, "tokens dim"], angles: Float[Array, "tokens pairs"]
     ) -> tuple[Float[Array, "heads tokens dim_head"], ...]:
         query, key, value = jnp.split(nn.split_heads(self.qkv(x), self.heads), 3, axis=-1)
-        return nn.rotate(query, angles), nn.rotate(key, angles), value
+        turn = partial(nn.rotate, angles=angles, scale=self.rotary_scale)
+        return turn(query), turn(key), value
 
 
 class Block(eqx.Module):
@@ -122,6 +126,7 @@ class Block(eqx.Module):
         *,
         activation: str,
         norm_eps: float,
+        rotary_scale: float,
         parallel: bool,
         attention_bias: bool,
         attention_dropout: float,
@@ -131,7 +136,12 @@ class Block(eqx.Module):
         key_attention, key_mlp = jax.random.split(key)
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attention = FusedAttention(
-            dim, heads, use_bias=attention_bias, dropout=attention_dropout, key=key_attention
+            dim,
+            heads,
+            rotary_scale=rotary_scale,
+            use_bias=attention_bias,
+            dropout=attention_dropout,
+            key=key_attention,
         )
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         init = partial(normal, std=_STD)
@@ -193,6 +203,7 @@ class GPTNeoX(eqx.Module):
                 config.hidden,
                 activation=config.activation,
                 norm_eps=config.norm_eps,
+                rotary_scale=config.rotary.scale,
                 parallel=config.parallel,
                 attention_bias=config.attention_bias,
                 attention_dropout=config.attention_dropout,
@@ -215,13 +226,11 @@ class GPTNeoX(eqx.Module):
             raise ValueError("GPTNeoX: tokens is empty; pass at least one, such as the end-of-text token")
         key_embedding, key_blocks = nn.split_key(key, 2)
         x = self.dropout(self.embedding(tokens), key=key_embedding)
-        angles = self._angles(jnp.arange(tokens.shape[0]))
+        length = tokens.shape[0]
+        angles = self.config.rotary.angles(jnp.arange(length), self.config.dim_head, length)
         step = lambda block, x, key: (block(x, angles, key=key), None)
         keys = None if key_blocks is None else jax.random.split(key_blocks, self.config.depth)
         return self.norm(self.blocks.scan(step, x, keys)[0])
-
-    def _angles(self, positions: Int[Array, " tokens"]) -> Float[Array, "tokens pairs"]:
-        return nn.rotary_angles(positions.astype(jnp.float32), self.config.rotary_dim, base=self.config.rotary_base)
 
     @typed
     def __call__(
@@ -237,7 +246,7 @@ class GPTNeoX(eqx.Module):
     def empty_cache(self, length: int, *, dtype: DTypeLike | None = None) -> nn.Cache:
         """What `extend` keeps of up to `length` tokens, before the first one."""
         config, dtype = self.config, self.embedding.weight.dtype if dtype is None else dtype
-        layers = nn.KVCache.empty(config.depth, config.heads, length, config.dim // config.heads, dtype=dtype)
+        layers = nn.KVCache.empty(config.depth, config.heads, length, config.dim_head, dtype=dtype)
         return nn.Cache.empty(layers, length)
 
     @typed
@@ -245,7 +254,8 @@ class GPTNeoX(eqx.Module):
         self, tokens: Int[Array, " tokens"], cache: nn.Cache, *, count: Int[Array, ""] | None = None
     ) -> tuple[Float[Array, "tokens dim"], nn.Cache]:
         """What the head sees of tokens that follow those in the cache, and the cache with the first `count` of them."""
-        angles = self._angles(cache.position + jnp.arange(tokens.shape[0]))
+        positions = cache.position + jnp.arange(tokens.shape[0])
+        angles = self.config.rotary.angles(positions, self.config.dim_head, cache.length)
         step = lambda block, x, layer: block.extend(x, layer, cache.position, angles)
         x, new = self.blocks.scan(step, self.embedding(tokens), cache.layers)
         return self.norm(x), cache.extend(new, tokens.shape[0], count)
@@ -298,26 +308,21 @@ TRANSFORMERS_5 = (
 )
 
 
-def _flat(options: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 nests what 4 has beside the other options; some versions between write a second name too."""
-    rotary = options.get("rope_parameters") or options.get("rope_scaling") or {}
-    kind = rotary.get("rope_type", rotary.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"rope_type={kind!r} is not supported; eqzoo's GPTNeoX has 'default'")
-    flat = {name: value for name, value in options.items() if name not in ("rope_parameters", "rope_scaling")}
-    for name, other in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
-        said = [each[key] for each, key in ((rotary, other), (flat, name), (flat, other)) if key in each]
-        if len({*said}) > 1:
-            raise ValueError(f"{name} is {' and '.join(map(repr, said))} at once")
-        flat.pop(other, None)
-        if said:
-            flat[name] = said[0]
-    return {"hidden_act": "gelu", **flat}
+# transformers 4 has names of its own for these, and 4.4x wrote both.
+_ROTARY = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
 
-def _nested(options: dict[str, Any]) -> dict[str, Any]:
-    rotary = {"rope_theta": options["rotary_emb_base"], "partial_rotary_factor": options["rotary_pct"]}
-    return {**options, "rope_parameters": {"rope_type": "default", **rotary}}
+def _prepare(options: dict[str, Any]) -> dict[str, Any]:
+    for name, usual in _ROTARY.items():
+        if name in options and options.get(usual, options[name]) != options[name]:
+            raise ValueError(f"{name}={options[name]!r} contradicts {usual}={options[usual]!r}")
+    options = {"hidden_act": "gelu"} | {_ROTARY.get(name, name): value for name, value in options.items()}
+    return read_rotary(options, context=2048, partial=0.25)
+
+
+def _restore(options: dict[str, Any]) -> dict[str, Any]:
+    rotary: nn.Rotary = options["rotary"]
+    return write_rotary(options) | {"rotary_emb_base": rotary.base, "rotary_pct": rotary.partial}
 
 
 OPTIONS = Options(
@@ -334,8 +339,7 @@ OPTIONS = Options(
             | {"relu": "relu", "silu": "silu", "swish": "silu"},
         ),
         "layer_norm_eps": "norm_eps",
-        "rotary_pct": "rotary_fraction",
-        "rotary_emb_base": "rotary_base",
+        "rotary": "rotary",
         "use_parallel_residual": "parallel",
         "attention_bias": "attention_bias",
         "tie_word_embeddings": "tied_head",
@@ -343,8 +347,8 @@ OPTIONS = Options(
         "hidden_dropout": "residual_dropout",
     },
     ignored=NOT_MATHEMATICS,
-    prepare=_flat,
-    restore=_nested,
+    prepare=_prepare,
+    restore=_restore,
 )
 
 SHARDING = (
