@@ -144,6 +144,14 @@ ROWS = (
         read_out=lambda model, hidden: model.head(hidden),
     ),
     Row(
+        model=eqzoo.Mamba2,
+        config=eqzoo.Mamba2Config(
+            dim=32, depth=2, dim_head=8, groups=2, state=8, kernel=3, vocab=40, use_bias=True, tied_head=False
+        ),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.head(hidden),
+    ),
+    Row(
         model=eqzoo.ConvNeXt,
         config=eqzoo.ConvNeXtConfig(
             depths=(2, 3),

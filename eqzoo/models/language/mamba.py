@@ -19,10 +19,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqzoo import nn
 from eqzoo._types import check_choices, typed
-from eqzoo.checkpoint import SPLIT, Alias, Rule, prefixed
-from eqzoo.models._family import Family, Option, Options, Upstream
+from eqzoo.checkpoint import SPLIT, Rule
+from eqzoo.models._family import Family, Options, Upstream
+from eqzoo.models.language import _mamba_upstream as upstream
 from eqzoo.models.language._mamba_blocks import Block, State, time_step_bias
-from eqzoo.models.language._transformers import NOT_MATHEMATICS
 from eqzoo.nn._init import normal, uniform
 from eqzoo.nn._precision import at_least_float32
 
@@ -267,25 +267,10 @@ _BLOCK = (
     Rule(r"mixer\.(x_proj|dt_proj|out_proj)\.(weight|bias)", "mixer.{0}.{1}"),
     Rule(r"mixer\.(A_log|D)", "mixer.{0}"),
 )
-_BODY = (
-    *prefixed(r"layers\.(\d+)\.", "blocks[{0}].", _BLOCK),
-    Rule(r"norm_f\.weight", "norm.weight"),
-)
-# A model with a tied head has no `head.weight` for the rule to fill, so there the alias counts.
-_HEAD = Rule(r"lm_head\.weight", "head.weight")
 
-
-def _rules(prefix: str, embedding: str) -> tuple[Rule | Alias, ...]:
-    return (
-        *prefixed(prefix, "", (Rule(embedding, "embedding.weight"), *_BODY)),
-        _HEAD,
-        Alias(r"lm_head\.weight", (prefix + embedding).replace("\\", "")),
-    )
-
-
-TRANSFORMERS = _rules(r"backbone\.", r"embeddings\.weight")
-TRANSFORMERS_BODY = _rules("", r"embeddings\.weight")  # as transformers' `MambaModel` is saved
-MAMBA_SSM = _rules(r"backbone\.", r"embedding\.weight")
+TRANSFORMERS = upstream.rules(_BLOCK)
+TRANSFORMERS_BODY = upstream.rules(_BLOCK, prefix="")  # as transformers' `MambaModel` is saved
+MAMBA_SSM = upstream.rules(_BLOCK, embedding="embedding")
 
 
 def _prepare(options: dict[str, Any]) -> dict[str, Any]:
@@ -300,32 +285,9 @@ def _restore(options: dict[str, Any]) -> dict[str, Any]:
 
 
 OPTIONS = Options(
-    {
-        "vocab_size": "vocab",
-        "hidden_size": "dim",
-        "num_hidden_layers": "depth",
-        "state_size": "state",
-        "expand": "expand",
-        "conv_kernel": "kernel",
-        "time_step_rank": "time_step_rank",
-        "hidden_act": Option(
-            "activation",
-            {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-            | {"relu": "relu", "tanh": "tanh"},
-        ),
-        "use_bias": "use_bias",
-        "use_conv_bias": "use_conv_bias",
-        "layer_norm_epsilon": "norm_eps",
-        "residual_in_fp32": "residual_in_float32",
-        "tie_word_embeddings": "tied_head",
-    },
-    ignored=(
-        *NOT_MATHEMATICS,
-        r"time_step_(scale|min|max|floor|init_scheme)|rescale_prenorm_residual",  # a fresh model's
-        r"use_mambapy|use_associative_scan|fused_add_norm",  # how it is computed
-        r"intermediate_size|d_model|d_inner|n_layer|ssm_cfg|pad_vocab_size_multiple",  # what others say too
-    ),
+    {**upstream.OPTIONS, "time_step_rank": "time_step_rank"},
     fixed={"rms_norm": True},
+    ignored=upstream.IGNORED,
     prepare=_prepare,
     restore=_restore,
 )

@@ -47,6 +47,13 @@ ROWS = (
         lambda length: 3 * (3 + 5) * 48,
     ),
     Row(
+        "mamba2",
+        lambda: transformers.Mamba2Config(
+            hidden_size=24, num_hidden_layers=3, num_heads=6, head_dim=8, n_groups=2, state_size=5, **NO_ENDS
+        ),
+        lambda length: 3 * (3 * (48 + 2 * 2 * 5) + 48 * 5),
+    ),
+    Row(
         "gpt_neox",
         lambda: transformers.GPTNeoXConfig(
             hidden_size=24, num_hidden_layers=3, num_attention_heads=2, intermediate_size=40, rotary_pct=0.5, **NO_ENDS
