@@ -1,4 +1,4 @@
-"""Recurrent language models: long short-term memory (Hochreiter and Schmidhuber, 1997; the forget gate is Gers et al.'s,
+"""Recurrent language models: long short-term memory (Hochreiter and Schmidhuber, 1997; forget gates of Gers et al.,
 2000) or gated recurrent units (Cho et al., 2014), with dropout as in Zaremba et al. (2014, arXiv 1409.2329).
 
 Upstream: torch.nn, in a module that calls its parts so:
