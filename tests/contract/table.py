@@ -206,6 +206,12 @@ ROWS = (
         read_out=lambda model, hidden: model.logits(hidden),
     ),
     Row(
+        model=eqzoo.RNN,
+        config=eqzoo.RNNConfig(dim=12, depth=3, hidden=16, vocab=40, dropout=0.1),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.head(hidden),
+    ),
+    Row(
         model=eqzoo.ConvNeXt,
         config=eqzoo.ConvNeXtConfig(
             depths=(2, 3),

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from eqzoo import nn
 from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint import Alias, Rule
-from eqzoo.models._family import Family, Upstream
+from eqzoo.models._family import Family, Option, Options, Upstream
 from eqzoo.nn._init import uniform
 from eqzoo.nn._precision import at_least_float32
 
@@ -207,6 +207,19 @@ TORCH = (
     Alias(r"head\.weight", "embedding.weight"),
 )
 
+# What torch's layers are told.
+OPTIONS = Options(
+    {
+        "num_embeddings": "vocab",
+        "embedding_dim": "dim",
+        "mode": Option("cell", {"LSTM": "lstm", "GRU": "gru"}),
+        "hidden_size": "hidden",
+        "num_layers": "depth",
+        "dropout": "dropout",
+        "tied": "tied_head",
+    }
+)
+
 SHARDING = (
     # By columns: the vocabulary's size has no useful divisor.
     (r"(embedding|head)\.weight", P(None, ("model", "fsdp"))),
@@ -218,7 +231,7 @@ FAMILY = Family(
     RNN,
     RNNConfig,
     VARIANTS,
-    upstreams={"torch": Upstream(TORCH)},
+    upstreams={"torch": Upstream(TORCH, OPTIONS, names=("*",), base="lstm-small")},
     sharding=SHARDING,
     adapters={},
 )
