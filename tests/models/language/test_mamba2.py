@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from tests.decoders import (
     assert_upstream_reads_the_export,
     predict,
 )
-from tests.parity import assert_close, assert_names_and_shapes, number_of_parameters, randomise
+from tests.parity import assert_close, assert_names_and_shapes, from_torch, number_of_parameters, randomise
 
 TINY: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 5}
 TINY |= {"num_heads": 6, "head_dim": 8, "n_groups": 2, "chunk_size": 8}
@@ -80,15 +81,31 @@ def published(config: Mamba2Config) -> transformers.Mamba2Config:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_has_upstreams_names_shapes_and_size(name):
+    """The names of three layers, for all have the same; the size of the whole."""
+    config = VARIANTS[name]
+    few = replace(config, depth=3)
     with torch.device("meta"):
-        model = transformers.Mamba2ForCausalLM(published(VARIANTS[name]))
-    assert_names_and_shapes(name, model.state_dict())
-    assert number_of_parameters(FAMILY, VARIANTS[name]) == PARAMETERS[name]
-    # What the authors' own library writes, and a model without a head.
+        whole, model = (transformers.Mamba2ForCausalLM(published(each)) for each in (config, few))
+    assert_names_and_shapes((FAMILY, few), model.state_dict())
+    assert sum(parameter.numel() for parameter in whole.parameters()) == PARAMETERS[name]
+    assert number_of_parameters(FAMILY, config) == PARAMETERS[name]
+
+
+def test_other_names_of_the_same_tensors():
+    """What the authors' own library writes, and a model without a head."""
+    with torch.device("meta"):
+        model = transformers.Mamba2ForCausalLM(published(VARIANTS["mamba2-130m"]))
     original = {key.replace("embeddings", "embedding"): value for key, value in model.state_dict().items()}
-    assert_names_and_shapes(name, original)
-    if VARIANTS[name].tied_head:
-        assert_names_and_shapes(name, model.backbone.state_dict())
+    assert_names_and_shapes("mamba2-130m", original)
+    assert_names_and_shapes("mamba2-130m", model.backbone.state_dict())
+
+
+def test_at_its_real_size():
+    upstream = randomise(transformers.Mamba2ForCausalLM(published(VARIANTS["mamba2-130m"])).eval(), 0)
+    tokens = np.random.default_rng(1).integers(0, 50280, (1, 70))
+    with torch.no_grad():
+        theirs = upstream(torch.from_numpy(tokens)).logits
+    assert_close(predict(from_torch("mamba2-130m", upstream)[0], jnp.asarray(tokens)), theirs, 1e-4)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
