@@ -159,8 +159,9 @@ class RNN(eqx.Module):
         """What `extend` keeps before the first token: states, whose size no `length` changes, in float32 at least
         unless a `dtype` is given."""
         dtype = jnp.promote_types(self.embedding.weight.dtype, jnp.float32) if dtype is None else dtype
-        state = jnp.zeros((self.config.depth, self.config.width), dtype)
-        return nn.Cache.empty((state, state) if self.config.cell == "lstm" else (state,), length)
+        parts = 2 if self.config.cell == "lstm" else 1
+        state = tuple(jnp.zeros((self.config.depth, self.config.width), dtype) for _ in range(parts))
+        return nn.Cache.empty(state, length)
 
     @typed
     def extend(

@@ -17,6 +17,7 @@ import transformers
 import eqzoo
 from eqzoo._describe import from_config_json
 from eqzoo.checkpoint import CheckpointError
+from eqzoo.generation import generate
 from eqzoo.models.language import mamba
 from eqzoo.models.language.mamba import FAMILY, OPTIONS, SHARDING, TRANSFORMERS, VARIANTS, Mamba, MambaConfig
 from eqzoo.tree import leaves_with_paths
@@ -253,6 +254,17 @@ def test_a_state_is_float32_unless_asked(saved):
     for cache in (model.empty_cache(9), asked):
         _, after = eqx.filter_eval_shape(lambda tokens, cache: model.extend(tokens, cache), jnp.arange(3), cache)
         assert dtypes(after) == dtypes(cache)
+
+
+def test_prompts_of_all_lengths_are_continued_together(saved):
+    """Longer than a chunk, too; on one side of it or the other."""
+    upstream = tiny("default")
+    prompts = [list(range(1, 1 + length % 60)) * (1 + length // 60) for length in (3, 12, 90)]
+    together = generate(eqzoo.load(saved(upstream)), prompts, 20)
+    for prompt, ours in zip(prompts, together, strict=True):
+        with torch.no_grad():
+            theirs = upstream.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert ours.tokens == theirs[0, len(prompt) :].tolist()
 
 
 def test_initialisation_is_upstreams():

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import eqzoo
+from eqzoo.generation import generate
 from eqzoo.models.language.rnn import FAMILY, RNN, SHARDING, TORCH, VARIANTS, RNNConfig
 from eqzoo.tree import leaves_with_paths
 from tests.decoders import TOKENS, assert_same_logits_and_gradients, predict
@@ -115,6 +116,15 @@ def subject(request) -> test_decoders.Subject:
 
 
 globals().update({name: test for name, test in vars(test_decoders).items() if name.startswith("test_")})
+
+
+@pytest.mark.parametrize("option", ["lstm", "gru"])
+def test_prompts_of_all_lengths_are_continued_together(option):
+    upstream = tiny(option)
+    prompts = [[5], [17, 3, 60, 0, 8], [9, 11]]
+    for prompt, ours in zip(prompts, generate(converted(option, upstream), prompts, 20), strict=True):
+        theirs = upstream.generate(torch.tensor([prompt]), max_new_tokens=20)
+        assert ours.tokens == theirs[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("option", MODELS)
