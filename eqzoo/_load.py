@@ -18,6 +18,7 @@ from jaxtyping import Array, DTypeLike, PyTree
 
 from eqzoo._describe import Description, describe
 from eqzoo._model import _check_options, _maker, _merge, _skeleton, _split, freeze
+from eqzoo._registry import family_of
 from eqzoo.checkpoint.apply import Plan, Rules, _array_leaves, _is_array, _parse, fill, place_on_default_device, plan
 from eqzoo.checkpoint.errors import CheckpointError
 from eqzoo.checkpoint.formats import Tensor, open_checkpoint
@@ -53,9 +54,9 @@ def load(
 
     `source` is a repository of timm's or transformers' on the Hugging Face hub ("timm/resnet50.a1_in1k", at a
     `revision`), torchvision's "torchvision/resnet50.IMAGENET1K_V2", or a local file or folder in any of these layouts
-    or written by `save`. A bare file of upstream's also needs the `name` of its model; a model of your own, its `name`
-    as `package.module:Class`, or a model `like` it. `entry` chooses among several state dicts of one torch file. Layers
-    that were saved as int8 (`eqzoo.tree.quantize`) stay so.
+    or written by `save`. A bare file of upstream's also needs the `name` of its model, or a model `like` it; a model of
+    your own, its `name` as `package.module:Class`, or a model `like` it. `entry` chooses among several state dicts of
+    one torch file. Layers that were saved as int8 (`eqzoo.tree.quantize`) stay so.
 
     By default the model is the one that was published. `num_classes` gives it a new head of zeros (or none, with 0),
     `in_channels` and `image_size` adapt its first convolution and its positions as timm does. `dtype` is that of the
@@ -71,7 +72,8 @@ def load(
         pair = like if isinstance(like, tuple) else (like, None)
         label, family, steps = f"the given {type(pair[0]).__name__}", None, []
         _check_size(tensors, pair)
-        match = _match(tensors, pair, {"own": OWN_FORMAT})
+        known = family_of(pair[0])
+        match = _match(tensors, pair, {"own": OWN_FORMAT, **(known.rules if known else {})})
     elif name is not None and ":" in name:
         label, family, steps = name, None, []
         match = match_tensors(tensors, _skeleton(_maker(name, changes)), {"own": OWN_FORMAT})

@@ -48,18 +48,18 @@ def export(
     model: Any,
     state: eqx.nn.State | None = None,
     *,
-    format: Literal["timm", "torchvision", "transformers", "smp"],
+    format: Literal["timm", "torchvision", "transformers", "smp", "torch"],
 ) -> None:
     """Write a zoo model as one of these libraries would, so that it loads there and computes the same.
 
     A `path` that ends in `.safetensors` or `.pth` becomes a file with the state dict; any other a folder with
     `config.json` too, for `timm.create_model("local-dir:PATH", pretrained=True)` or transformers' `from_pretrained`.
-    torchvision and smp (segmentation_models_pytorch) have files only. What isn't part of a model, such as its
-    preprocessing or a tokenizer, isn't written.
+    torchvision, smp (segmentation_models_pytorch) and torch itself have files only. What isn't part of a model, such as
+    its preprocessing or a tokenizer, isn't written.
     """
     merged, model = _with_state("export", model, state)
     path = Path(path)
-    if format in ("torchvision", "smp") and path.suffix not in (".safetensors", ".pth"):
+    if format in ("torchvision", "smp", "torch") and path.suffix not in (".safetensors", ".pth"):
         raise ValueError(f"export: {format} has no folders; let {path} end in .pth or .safetensors")
     family = family_of(model)
     if family is None:
@@ -114,9 +114,10 @@ def _write_folder(path: Path, tensors: Mapping[str, Shaped[np.ndarray, "..."]], 
 
 def _described_upstream(model: Any, family: Family, format: str) -> tuple[Upstream, str, dict[str, Any]]:
     """Which of a library's models this one is: the naming, the name it is a variation of, and the options to give."""
-    upstreams = [each for naming, each in family.upstreams.items() if naming.startswith(format) and each.names]
+    libraries = [(naming.partition("_")[0], each) for naming, each in family.upstreams.items() if each.names]
+    upstreams = [each for library, each in libraries if library == format]
     if not upstreams:
-        known = sorted({naming.partition("_")[0] for naming in family.upstreams})
+        known = sorted({library for library, _ in libraries})
         remedy = f"use format={' or '.join(map(repr, known))}" if known else "use `eqzoo.save`"
         raise ValueError(f"export: {format} has no {family.model.__name__}; {remedy}")
     reasons = []

@@ -19,6 +19,7 @@ from eqzoo.nn.cache import Cache as Cache
 from eqzoo.nn.cache import KVCache as KVCache
 from eqzoo.nn.conv import Conv2d as Conv2d
 from eqzoo.nn.conv import conv2d as conv2d
+from eqzoo.nn.conv1d import CausalConv1d as CausalConv1d
 from eqzoo.nn.conv_norm import ConvGroupNorm as ConvGroupNorm
 from eqzoo.nn.conv_norm import ConvNorm as ConvNorm
 from eqzoo.nn.conv_norm import in_turn as in_turn

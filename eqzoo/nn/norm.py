@@ -67,7 +67,7 @@ class LayerNorm(eqx.Module):
 
 
 class RMSNorm(eqx.Module):
-    """Root-mean-square normalisation over the last axis (Zhang and Sennrich, 2019).
+    """Root-mean-square normalisation over the last axis (Zhang and Sennrich, 2019), or over each of its `groups`.
 
     With an `offset`, the weight is what comes on top of it: from 1, Gemma's go up and down.
     """
@@ -75,14 +75,19 @@ class RMSNorm(eqx.Module):
     weight: Float[Array, " dim"]
     eps: float = eqx.field(static=True)
     offset: float = eqx.field(static=True)
+    groups: int = eqx.field(static=True)
 
-    def __init__(self, dim: int, *, eps: float = 1e-6, offset: float = 0.0):
+    def __init__(self, dim: int, *, eps: float = 1e-6, offset: float = 0.0, groups: int = 1):
+        if dim % groups:
+            raise ValueError(f"RMSNorm: dim={dim} is not a multiple of groups={groups}; choose a divisor")
         self.weight = jnp.full(dim, 1 - offset, jnp.float32)
         self.eps = eps
         self.offset = offset
+        self.groups = groups
 
     def __call__(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes dim"]:
-        y = _normalise(at_least_float32(x), self.eps, False)
+        groups = at_least_float32(x).reshape(*x.shape[:-1], self.groups, -1)
+        y = _normalise(groups, self.eps, False).reshape(x.shape)
         scale = self.offset + at_least_float32(self.weight) if self.offset else self.weight
         return (y * scale).astype(x.dtype)
 

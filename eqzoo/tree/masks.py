@@ -25,6 +25,7 @@ _NO_MATRIX = re.compile(
     r"|(\w+_)?(scales?|gamma|beta)"
     r"|(\w+_)?(tokens?|registers?)"  # the parameter itself: `mlp_tokens.weight` is a matrix
     rf"|({_POSITIONS})(\.weight)?"
+    r"|A_log"  # how quickly a state space forgets
     r")(_?\d+)?(\.\d+)*"  # b1, gamma_2, biases.0
 )
 

@@ -136,6 +136,22 @@ ROWS = (
         read_out=lambda model, hidden: model.head(hidden),
     ),
     Row(
+        model=eqzoo.Mamba,
+        config=eqzoo.MambaConfig(
+            dim=16, depth=3, expand=1, state=3, kernel=3, time_step_rank=2, vocab=40, use_bias=True, tied_head=False
+        ),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.head(hidden),
+    ),
+    Row(
+        model=eqzoo.Mamba2,
+        config=eqzoo.Mamba2Config(
+            dim=32, depth=2, dim_head=8, groups=2, state=8, kernel=3, vocab=40, use_bias=True, tied_head=False
+        ),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.head(hidden),
+    ),
+    Row(
         model=eqzoo.Llama,
         config=eqzoo.LlamaConfig(
             dim=16,
@@ -188,6 +204,12 @@ ROWS = (
         ),
         example=_tokens(10, 40),
         read_out=lambda model, hidden: model.logits(hidden),
+    ),
+    Row(
+        model=eqzoo.RNN,
+        config=eqzoo.RNNConfig(dim=12, depth=3, hidden=16, vocab=40, dropout=0.1),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.head(hidden),
     ),
     Row(
         model=eqzoo.ConvNeXt,

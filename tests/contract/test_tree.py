@@ -27,14 +27,15 @@ def check_decay_mask(subject: Subject, predictions: Array) -> None:
     )
     is_bias = lambda node: isinstance(node, nn.ContinuousBias)  # the layers of which compute one
     biases = [path for path, node in tree.leaves_with_paths(subject.model, is_leaf=is_bias) if is_bias(node)]
-    multiplying = {path for path in weights_of_layers(subject) if not path.startswith(tuple(biases))}
+    layers = weights_of_layers(subject, nn.CausalConv1d)
+    multiplying = {path for path in layers if not path.startswith(tuple(biases))}
     assert multiplying
     for (path, update), leaf in zip(tree.leaves_with_paths(updates), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(update, -0.25 * leaf if path in multiplying else 0 * leaf, rtol=1e-6, err_msg=path)
 
 
-def weights_of_layers(subject: Subject) -> set[str]:
-    is_layer = lambda node: isinstance(node, nn.Linear | nn.Conv2d | nn.Embedding)
+def weights_of_layers(subject: Subject, *more: type) -> set[str]:
+    is_layer = lambda node: isinstance(node, (nn.Linear, nn.Conv2d, nn.Embedding, *more))
     layers = tree.leaves_with_paths(subject.model, is_leaf=is_layer)
     return {f"{path}.weight" for path, node in layers if is_layer(node)}
 

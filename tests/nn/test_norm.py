@@ -354,3 +354,12 @@ def test_batch_norm_of_a_constant_channel_is_its_bias_with_a_finite_gradient():
     y, pull = jax.vjp(lambda x: batched(here, _copy(state), x)[0], x)
     np.testing.assert_allclose(y, jnp.broadcast_to(here.bias, y.shape), atol=1e-4)
     assert jnp.all(jnp.isfinite(pull(jnp.ones_like(y))[0]))
+
+
+def test_a_norm_over_groups_is_a_norm_of_each():
+    layer = eqx.tree_at(lambda layer: layer.weight, nn.RMSNorm(DIM, eps=0.1, groups=3), jnp.arange(1.0, DIM + 1))
+    x = jax.random.normal(jax.random.key(0), (5, DIM))
+    each = jax.vmap(nn.RMSNorm(DIM // 3, eps=0.1), in_axes=1, out_axes=1)(x.reshape(5, 3, -1)).reshape(5, DIM)
+    assert_close(eqx.filter_jit(layer)(x), np.asarray(each * layer.weight))
+    with pytest.raises(ValueError, match="RMSNorm: dim=12 is not a multiple of groups=5; choose a divisor"):
+        nn.RMSNorm(DIM, groups=5)

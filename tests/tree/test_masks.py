@@ -51,6 +51,7 @@ def test_what_decays_in_trees_without_modules():
         *("cls_token", "class_token", "mask_token", "tokens", "registers", "reg_token", "register_tokens"),
         *("pos", "positions", "pos_embed", "absolute_pos_embed", "encoder.pos_embedding", "positional_embedding"),
         *("position_embeddings", "position_embedding.weight", "transformer.wpe.weight", "rel_pos_h", "W_pos"),
+        *("mixer.A_log", "layers.0.mixer.dt_bias"),
         *("relative_position_bias_table", "relative_attention_bias.weight", "rel_pos_bias", "relative_position_bias.0"),
     ],
 )

@@ -21,6 +21,8 @@ from tests.parity import assert_close, randomise
 VOCAB = 61
 TOKENS = jnp.asarray(np.random.default_rng(0).permutation(VOCAB)[:16], jnp.int32)  # each a different one
 NO_ENDS: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_GEMMA: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 40, "head_dim": 8, **NO_ENDS}
+_GEMMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 class Row(NamedTuple):
@@ -46,11 +48,38 @@ ROWS = (
         lambda length: 2 * 3 * length * 24,
     ),
     Row(
+        "mamba",
+        lambda: transformers.MambaConfig(hidden_size=24, num_hidden_layers=3, state_size=5, **NO_ENDS),
+        lambda length: 3 * (3 + 5) * 48,
+    ),
+    Row(
+        "mamba2",
+        lambda: transformers.Mamba2Config(
+            hidden_size=24, num_hidden_layers=3, num_heads=6, head_dim=8, n_groups=2, state_size=5, **NO_ENDS
+        ),
+        lambda length: 3 * (3 * (48 + 2 * 2 * 5) + 48 * 5),
+    ),
+    Row(
         "gpt_neox",
         lambda: transformers.GPTNeoXConfig(
             hidden_size=24, num_hidden_layers=3, num_attention_heads=2, intermediate_size=40, rotary_pct=0.5, **NO_ENDS
         ),
         lambda length: 2 * 3 * length * 24,
+    ),
+    Row(
+        "gemma",
+        lambda: transformers.GemmaConfig(**_GEMMA, num_hidden_layers=2),
+        lambda length: 2 * 2 * length * 2 * 8,
+    ),
+    Row(
+        "gemma2",
+        lambda: transformers.Gemma2Config(**_GEMMA, num_hidden_layers=3, sliding_window=6, query_pre_attn_scalar=8),
+        lambda length: 2 * (2 * min(length, 6) + length) * 2 * 8,
+    ),
+    Row(
+        "gemma3",
+        lambda: transformers.Gemma3TextConfig(**_GEMMA, num_hidden_layers=8, sliding_window=6, query_pre_attn_scalar=8),
+        lambda length: 2 * (7 * min(length, 6) + length) * 2 * 8,
     ),
     *(
         Row(name, lambda kind=kind, options=options: llama_like(kind, **options), numbers)
