@@ -136,6 +136,28 @@ ROWS = (
         read_out=lambda model, hidden: model.head(hidden),
     ),
     Row(
+        model=eqzoo.Gemma,
+        config=eqzoo.GemmaConfig(
+            dim=16,
+            depth=3,
+            heads=4,
+            kv_heads=2,
+            hidden=24,
+            dim_head=4,
+            vocab=40,
+            pattern=("local", "global"),
+            window=3,
+            local_rotary=eqzoo.nn.Rotary(base=50.0),
+            attention_cap=5.0,
+            final_cap=10.0,
+            post_norms=True,
+            qk_norm=True,
+            attention_dropout=0.1,
+        ),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.logits(hidden),
+    ),
+    Row(
         model=eqzoo.ConvNeXt,
         config=eqzoo.ConvNeXtConfig(
             depths=(2, 3),
