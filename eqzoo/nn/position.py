@@ -156,7 +156,9 @@ class Rotary:
             base = base * grown ** (dim / (dim - 2))
         periods = rotary_periods(dim, base)
         if self.kind == "longrope":
-            factors = self.long if length > context else self.short
+            factors = (self.long if length > context else self.short) or ()
+            if len(factors) != len(periods):
+                raise ValueError(f"Rotary: longrope has {len(factors)} factors for {len(periods)} pairs of channels")
             return 1 / (np.asarray(factors, np.float32) * periods)
         if self.kind == "linear":
             return 1 / periods / np.float32(self.factor)
