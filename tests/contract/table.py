@@ -158,6 +158,23 @@ ROWS = (
         read_out=lambda model, hidden: model.logits(hidden),
     ),
     Row(
+        model=eqzoo.Mixtral,
+        config=eqzoo.MixtralConfig(
+            dim=16,
+            depth=3,
+            heads=4,
+            kv_heads=2,
+            hidden=24,
+            experts=3,
+            vocab=40,
+            window=4,
+            qk_norm=True,
+            attention_dropout=0.1,
+        ),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.head(hidden),
+    ),
+    Row(
         model=eqzoo.ConvNeXt,
         config=eqzoo.ConvNeXtConfig(
             depths=(2, 3),
