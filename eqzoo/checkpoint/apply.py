@@ -244,8 +244,9 @@ def _rule_and_source(slot: Slot, rules: Rules, slots: Collection[Slot]) -> tuple
     """
     path, index = slot
     for group in [(path, index[:depth]) for depth in range(len(index), -1, -1)]:
+        target = _format(group)
         for rule in rules:
-            if isinstance(rule, Rule) and (source := rule.source_of(_format(group))) is not None:
+            if isinstance(rule, Rule) and (source := rule.source_of(target)) is not None:
                 targets = rule.leaves_of(source) or ()
                 if len(targets) == 1 or all(_parse(leaf) in slots for leaf in targets):
                     return group, rule, source

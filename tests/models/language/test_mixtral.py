@@ -71,8 +71,7 @@ def tiny(option: str, **more: Any) -> Any:
     return tiny_model(config(**TINY | options | more))
 
 
-def published(name: str) -> transformers.PretrainedConfig:
-    config = VARIANTS[name]
+def published(config: MixtralConfig) -> transformers.PretrainedConfig:
     options: dict[str, Any] = {
         "vocab_size": config.vocab,
         "hidden_size": config.dim,
@@ -82,7 +81,7 @@ def published(name: str) -> transformers.PretrainedConfig:
         "max_position_embeddings": config.context,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }
-    if name.startswith("Mixtral"):
+    if not config.qk_norm:
         return transformers.MixtralConfig(intermediate_size=config.hidden, **options)
     return transformers.Qwen3MoeConfig(
         intermediate_size=config.dense_hidden,
@@ -114,12 +113,17 @@ def of_each_expert(tensors: dict[str, torch.Tensor], mixtral: bool) -> dict[str,
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_has_upstreams_names_shapes_size_and_config(name):
-    stated = published(name)
+    config = VARIANTS[name]
+    assert number_of_parameters(FAMILY, config) == PARAMETERS[name]
+    stated = published(config)
+    assert from_config_json(json.loads(json.dumps(stated.to_dict()))).config == config
+    few = replace(config, depth=4)  # of 128 experts each; the whole model has tens of thousands of tensors
     with torch.device("meta"):
-        tensors = transformers.AutoModelForCausalLM.from_config(stated).state_dict()
-    assert_names_and_shapes(name, of_each_expert(tensors, mixtral=name.startswith("Mixtral")))
-    assert number_of_parameters(FAMILY, VARIANTS[name]) == PARAMETERS[name]
-    assert from_config_json(json.loads(json.dumps(stated.to_dict()))).config == VARIANTS[name]
+        tensors = transformers.AutoModelForCausalLM.from_config(published(few)).state_dict()
+    assert_names_and_shapes((FAMILY, few), of_each_expert(tensors, mixtral=not config.qk_norm))
+    with torch.device("meta"):
+        whole = transformers.AutoModelForCausalLM.from_config(stated)
+    assert sum(parameter.numel() for parameter in whole.parameters()) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("option", MODELS)
