@@ -166,6 +166,7 @@ ROWS = (
             kv_heads=2,
             hidden=24,
             experts=3,
+            top_k=3,  # all of them, for weights that are rounded would choose others
             vocab=40,
             window=4,
             qk_norm=True,

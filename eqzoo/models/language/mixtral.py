@@ -177,6 +177,7 @@ class Mixtral(eqx.Module):
         self.head = None if config.tied_head else head(key=key_head)
         self.config = config
 
+    @typed
     def hidden(self, tokens: Int[Array, " tokens"], *, key: PRNGKeyArray | None = None) -> Float[Array, "tokens dim"]:
         """What the head sees of each token: the last block's output, normalised."""
         return self.hidden_and_routing(tokens, key=key)[0]

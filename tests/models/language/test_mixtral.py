@@ -83,13 +83,8 @@ def published(config: MixtralConfig) -> transformers.PretrainedConfig:
     }
     if not config.qk_norm:
         return transformers.MixtralConfig(intermediate_size=config.hidden, **options)
-    return transformers.Qwen3MoeConfig(
-        intermediate_size=config.dense_hidden,
-        moe_intermediate_size=config.hidden,
-        head_dim=config.dim_head,
-        norm_topk_prob=True,
-        **options,
-    )
+    options |= {"intermediate_size": config.dense_hidden, "moe_intermediate_size": config.hidden}
+    return transformers.Qwen3MoeConfig(**options, head_dim=config.dim_head, norm_topk_prob=True)
 
 
 def of_each_expert(tensors: dict[str, torch.Tensor], mixtral: bool) -> dict[str, torch.Tensor]:
