@@ -22,6 +22,9 @@ from eqzoo._registry import public_classes as _public_classes
 from eqzoo._save import export as export
 from eqzoo._save import save as save
 from eqzoo.checkpoint import CheckpointError as CheckpointError
+from eqzoo.embedding import SentenceEncoder as SentenceEncoder
+from eqzoo.embedding import embed as embed
+from eqzoo.embedding import load_encoder as load_encoder
 
 
 def __getattr__(name: str) -> Any:

@@ -81,8 +81,10 @@ class Server:
     def commit(self, repository: str, revision: str = "main") -> str:
         """The name of a revision's present content; equal content has one name."""
         folder = self.folder(repository, revision)
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        names = [f"{repository}/{file.relative_to(folder).as_posix()}".encode() for file in files]
         return hashlib.sha1(
-            b"".join(f"{repository}/{file.name}".encode() + file.read_bytes() for file in sorted(folder.iterdir()))
+            b"".join(name + file.read_bytes() for name, file in zip(names, files, strict=True))
         ).hexdigest()
 
     def folder(self, repository: str, revision: str) -> Path:

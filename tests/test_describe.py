@@ -137,7 +137,7 @@ HOSTILE = {
     ),
     "an architecture that is a list": (timm_config(["resnet18"]), "there is no model named"),
     "an architecture of a million letters": (timm_config("r" * 10**6), "there is no model named"),
-    "an unknown model_type": ('{"model_type": "bert"}', "no model of model_type 'bert'; it has .*gpt2"),
+    "an unknown model_type": ('{"model_type": "electra"}', "no model of model_type 'electra'; it has .*gpt2"),
     "a model_type that is a list": ('{"model_type": ["gpt2"]}', "list"),
     "an unknown option": (vit(rope=True), "option 'rope' .of value True. is not known to eqzoo"),
     "an unknown value": (vit(global_pool="prr"), "global_pool='prr' is not supported; eqzoo has 'token', 'avg', 'map'"),

@@ -14,7 +14,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,18 @@ def fetch_config(source: str | os.PathLike, *, revision: str | None = None) -> P
     if source.startswith("torchvision/"):
         raise ValueError(f"{source!r} has no config file; a hub id owner/name or a local folder was expected")
     return _fetch_repository(source, revision, with_weights=False)
+
+
+def fetch_files(source: str | os.PathLike, files: Sequence[str], *, revision: str | None = None) -> Path:
+    """Those of these files that a repository has, in a folder; a path that exists is itself."""
+    if (path := _local_path(source, revision)) is not None:
+        return path
+    snapshot = _Snapshot(_checked_name(source), revision)
+    for file in files:
+        snapshot.get(file)
+    if snapshot.folder is None:
+        raise snapshot.lacks(tuple(files))
+    return snapshot.folder
 
 
 def _local_path(source: str | os.PathLike, revision: str | None) -> Path | None:
@@ -123,8 +135,8 @@ class _Snapshot:
                 return False
             except EntryNotFoundError:
                 return False
-        self.folder = path.parent
-        self.revision = path.parent.name
+        self.folder = path.parents[file.count("/")]
+        self.revision = self.folder.name
         return True
 
     def lacks(self, files: tuple[str, ...]) -> Exception:

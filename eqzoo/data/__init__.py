@@ -21,3 +21,4 @@ from eqzoo.data.text import Bytes as Bytes
 from eqzoo.data.text import Tokens as Tokens
 from eqzoo.data.text import load_text as load_text
 from eqzoo.data.text import load_tokenizer as load_tokenizer
+from eqzoo.data.tokenizer import Tokenizer as Tokenizer

@@ -3,7 +3,7 @@
 import hashlib
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +30,15 @@ class Bytes:
     def __init__(self):
         self.lengths = np.array([1] * 256 + [0], np.int32)
 
-    def encode(self, text: bytes) -> Integer[np.ndarray, " tokens"]:
-        return np.frombuffer(text, np.uint8).astype(np.uint16)
+    def encode(self, text: str | bytes) -> Integer[np.ndarray, " tokens"]:
+        return np.frombuffer(_as_bytes(text), np.uint8).astype(np.uint16)
 
     def decode(self, tokens: Sequence[int] | Integer[np.ndarray, " tokens"]) -> bytes:
         return bytes(int(token) for token in tokens if token < 256)
+
+    def stream(self, tokens: Iterable[int]) -> Iterator[str]:
+        """The text of each token as it comes, as soon as its characters are whole."""
+        return stream_text(lambda tokens: self.decode(tokens).decode(errors="replace"), tokens)
 
 
 class BPE:
@@ -114,8 +118,8 @@ class BPE:
         with written_atomically(path) as file:
             file.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
 
-    def encode(self, text: bytes) -> Integer[np.ndarray, " tokens"]:
-        parts = [np.array(self._encode(piece), np.uint32) for piece in _pieces(text)]
+    def encode(self, text: str | bytes) -> Integer[np.ndarray, " tokens"]:
+        parts = [np.array(self._encode(piece), np.uint32) for piece in _pieces(_as_bytes(text))]
         return np.concatenate([np.zeros(0, np.uint32), *parts])
 
     def _encode(self, piece: bytes) -> list[int]:
@@ -136,11 +140,37 @@ class BPE:
     def decode(self, tokens: Sequence[int] | Integer[np.ndarray, " tokens"]) -> bytes:
         return b"".join(self._bytes[token] for token in tokens)
 
+    def stream(self, tokens: Iterable[int]) -> Iterator[str]:
+        """The text of each token as it comes, as soon as its characters are whole."""
+        return stream_text(lambda tokens: self.decode(tokens).decode(errors="replace"), tokens)
 
-Tokenizer = Bytes | BPE
+
+ByteTokenizer = Bytes | BPE
 
 
-def load_tokenizer(name: str | Path, documents: Sequence[bytes] | None = None, *, size: int = 4096) -> Tokenizer:
+def stream_text(decode: Callable[[list[int]], str], tokens: Iterable[int]) -> Iterator[str]:
+    """The text that each token adds to that of the tokens before it; together, what `decode` makes of them all.
+
+    What ends in half a character waits for the rest of it.
+    """
+    shown: list[int] = []  # the last that were given out, for what a token adds can depend on them
+    waiting: list[int] = []
+    before = ""
+    for token in tokens:
+        waiting.append(int(token))
+        text = decode(shown + waiting)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            if text == before:  # a special token, which has no text
+                shown, waiting = shown + waiting, []
+                continue
+            yield text[len(before) :]
+            shown, waiting = waiting, []
+            before = decode(shown)
+    if waiting:
+        yield decode(shown + waiting)[len(before) :]
+
+
+def load_tokenizer(name: str | Path, documents: Sequence[bytes] | None = None, *, size: int = 4096) -> ByteTokenizer:
     """`"bytes"`; `"bpe"`, trained on `documents`; or the path of a `tokenizer.json`."""
     if name == "bytes":
         return Bytes()
@@ -161,7 +191,7 @@ class Tokens:
     end of the stream, and the number of `bytes` that it stands for.
     """
 
-    def __init__(self, stream: Integer[np.ndarray, " stream"], tokenizer: Tokenizer, context: int):
+    def __init__(self, stream: Integer[np.ndarray, " stream"], tokenizer: ByteTokenizer, context: int):
         if len(stream) < 2:
             raise ValueError(f"a stream of {len(stream)} tokens has nothing to predict; give one of at least 2")
         self.stream = stream
@@ -221,7 +251,7 @@ def load_text(
     return train, test
 
 
-def _join(documents: Sequence[bytes], tokenizer: Tokenizer) -> Integer[np.ndarray, " stream"]:
+def _join(documents: Sequence[bytes], tokenizer: ByteTokenizer) -> Integer[np.ndarray, " stream"]:
     """The documents one after the other, with an end before and after each, so that all of each is predicted."""
     dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.uint32
     end = np.array([tokenizer.end], dtype)
@@ -315,6 +345,10 @@ def _byte_characters() -> list[str]:
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+
+
+def _as_bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
 
 
 def _tokenizers():

@@ -37,6 +37,12 @@ class Row(NamedTuple):
     embedding: Callable[[Any], Any] = lambda model: model.embedding.weight
 
 
+def llama_like(kind: str, **options: Any) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "max_position_embeddings": 96}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.AutoConfig.for_model(kind, **sizes, **NO_ENDS, **options)
+
+
 ROWS = (
     Row(
         "gpt2",
@@ -76,6 +82,24 @@ ROWS = (
             **_MOE, num_hidden_layers=3, num_experts=6, moe_intermediate_size=16, mlp_only_layers=[1], head_dim=8
         ),
         lambda length: 2 * 3 * length * 2 * 8,
+    ),
+    *(
+        Row(name, lambda kind=kind, options=options: llama_like(kind, **options), numbers)
+        for name, kind, options, numbers in (
+            ("llama", "llama", {}, lambda length: 2 * 3 * length * 2 * 8),
+            ("mistral", "mistral", {"sliding_window": 6}, lambda length: 2 * 3 * min(length, 6) * 2 * 8),
+            ("qwen2", "qwen2", {"tie_word_embeddings": True}, lambda length: 2 * 3 * length * 2 * 8),
+            (
+                "qwen3",
+                "qwen3",
+                {"head_dim": 12, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+                lambda length: 2 * 3 * length * 2 * 12,
+            ),
+            ("smollm3", "smollm3", {"no_rope_layer_interval": 2}, lambda length: 2 * 3 * length * 2 * 8),
+            ("phi3", "phi3", {"sliding_window": 9}, lambda length: 2 * 3 * min(length, 9) * 2 * 8),
+            ("olmo2", "olmo2", {}, lambda length: 2 * 3 * length * 2 * 8),
+            ("granite", "granite", {"residual_multiplier": 0.5}, lambda length: 2 * 3 * length * 2 * 8),
+        )
     ),
 )
 
