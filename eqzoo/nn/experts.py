@@ -1,6 +1,7 @@
 """Mixtures of experts: each token is seen by a few of many networks, as a router chooses."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -11,6 +12,8 @@ from eqzoo.nn._init import Init
 from eqzoo.nn._precision import at_least_float32
 from eqzoo.nn.linear import GatedMLP, Linear
 from eqzoo.nn.stack import Stack
+
+Tree = TypeVar("Tree")
 
 
 class Experts(eqx.Module):
@@ -51,14 +54,20 @@ class Experts(eqx.Module):
         self.normalised = normalised
 
     def __call__(
-        self, x: Float[Array, "tokens dim"]
+        self, x: Float[Array, "tokens dim"], *, expert: Callable[[Int[Array, ""]], GatedMLP] | None = None
     ) -> tuple[Float[Array, "tokens dim"], Float[Array, "tokens experts"]]:
-        """The output, and the router's logits, for `load_balancing_loss`."""
+        """The output, and the router's logits, for `load_balancing_loss`.
+
+        A single token asks `expert(number)` for each that it chose. A loop over layers passes one that takes the expert
+        out of all layers' at once, for it would copy all experts of a layer whose weights it takes as a whole.
+        """
         logits = self.router(x)
         weights, chosen = self._choose(logits)
         y = jnp.zeros(x.shape, weights.dtype)
         if len(x) == 1:
-            y, _ = jax.lax.scan(lambda y, choice: (self._with_chosen(y, x, *choice), None), y, (weights.T, chosen.T))
+            take = (lambda number: entry(self.experts.block, number)) if expert is None else expert
+            add = lambda y, choice: (y + choice[0] * take(choice[1])(x), None)
+            y, _ = jax.lax.scan(add, y, (weights[0], chosen[0]))
         else:
             add = lambda expert, y, weights: (y + weights[:, None] * expert(x), None)
             spread = jnp.sum(jax.nn.one_hot(chosen, len(logits.T), dtype=weights.dtype) * weights[..., None], axis=1)
@@ -71,14 +80,17 @@ class Experts(eqx.Module):
         weights, chosen = jax.lax.top_k(jax.nn.softmax(at_least_float32(logits)), self.top_k)
         return weights / jnp.sum(weights, axis=-1, keepdims=True) if self.normalised else weights, chosen
 
-    def _with_chosen(
-        self, y: Float[Array, "1 dim"], x: Float[Array, "1 dim"], weight: Float[Array, "1"], number: Int[Array, "1"]
-    ) -> Float[Array, "1 dim"]:
-        take = lambda leaf: (
-            jax.lax.dynamic_index_in_dim(leaf, number[0], keepdims=False) if eqx.is_array(leaf) else leaf
-        )
-        expert = jax.tree.map(take, self.experts.block)
-        return y + weight * expert(x)
+
+def entry(tree: Tree, *indices: Int[Array, ""] | int) -> Tree:
+    """The entries at `indices` of the leading axes of a tree's arrays."""
+
+    def take(leaf):
+        if not eqx.is_array(leaf):
+            return leaf
+        rest = leaf.shape[len(indices) :]
+        return jax.lax.dynamic_slice(leaf, (*indices, *[0] * len(rest)), (*[1] * len(indices), *rest)).reshape(rest)
+
+    return jax.tree.map(take, tree)
 
 
 def load_balancing_loss(logits: Float[Array, "*axes experts"], top_k: int) -> Float[Array, ""]:

@@ -105,16 +105,20 @@ class Block(eqx.Module):
         position: Int[Array, ""],
         angles: Float[Array, "tokens pairs"],
         window: int | None,
+        expert: Callable[[Int[Array, ""]], nn.GatedMLP] | None = None,
     ) -> tuple[Float[Array, "tokens dim"], nn.KVCache]:
         attended, new = self.attention.extend(self.norm1(x), cache, position, rotary=angles, window=window)
-        return self._with(x, attended)[0], new
+        return self._with(x, attended, expert)[0], new
 
     def _with(
-        self, x: Float[Array, "tokens dim"], attended: Float[Array, "tokens dim"]
+        self,
+        x: Float[Array, "tokens dim"],
+        attended: Float[Array, "tokens dim"],
+        expert: Callable[[Int[Array, ""]], nn.GatedMLP] | None = None,
     ) -> tuple[Float[Array, "tokens dim"], Float[Array, "tokens experts"] | None]:
         x = x + attended
         y = self.norm2(x)
-        y, logits = self.mlp(y) if isinstance(self.mlp, nn.Experts) else (self.mlp(y), None)
+        y, logits = self.mlp(y, expert=expert) if isinstance(self.mlp, nn.Experts) else (self.mlp(y), None)
         return x + y, logits
 
 
@@ -221,8 +225,16 @@ class Mixtral(eqx.Module):
         """What the head sees of tokens that follow those in the cache, and the cache with the first `count` of them."""
         config, position = self.config, cache.position
         angles = config.rotary.angles(position + jnp.arange(tokens.shape[0]), config.head_width, cache.length)
-        step = lambda block, x, layer: block.extend(x, layer, position, angles, config.window)
-        x, new = self._scan(step, self.embedding(tokens), cache.layers)
+        extend = lambda block, x, held, *expert: block.extend(x, held, position, angles, config.window, *expert)
+        x = self.embedding(tokens)
+        if len(tokens) == 1 and isinstance(self.blocks, nn.Stack):
+            # The loop takes no experts along, of which it would copy every one; each layer asks for those it needs.
+            blocks, experts = _without_experts(self.blocks)
+            expert = lambda layer: lambda number: nn.entry(experts, layer, number)
+            step = lambda block, x, each: extend(block, x, each[0], expert(each[1]))
+            x, new = blocks.scan(step, x, (cache.layers, jnp.arange(config.depth)))
+        else:
+            x, new = self._scan(extend, x, cache.layers)
         return self.norm(x), cache.extend(new, tokens.shape[0], count)
 
     def _scan(self, step: Callable[[Block, Any, Any], tuple[Any, Any]], x: Array, each: Any) -> tuple[Array, Any]:
@@ -234,6 +246,12 @@ class Mixtral(eqx.Module):
             x, y = step(block, x, jax.tree.map(lambda array, layer=layer: array[layer], each))
             ys += [] if y is None else [y]
         return x, jax.tree.map(lambda *arrays: jnp.stack(arrays), *ys)
+
+
+def _without_experts(blocks: nn.Stack[Block]) -> tuple[nn.Stack[Block], nn.GatedMLP]:
+    """The blocks, and apart from them their experts, whose arrays lead with the layer and the expert."""
+    where = lambda blocks: blocks.block.mlp.experts
+    return eqx.tree_at(where, blocks, None), where(blocks).block
 
 
 def _mixtral(dim: int, depth: int, heads: int, hidden: int, context: int, vocab: int = 32000) -> MixtralConfig:
