@@ -4,6 +4,7 @@ from typing import Any
 
 from eqzoo import checkpoint as checkpoint
 from eqzoo import data as data
+from eqzoo import generation as generation
 from eqzoo import nn as nn
 from eqzoo import sharding as sharding
 from eqzoo import train as train

@@ -86,8 +86,14 @@ def _from_transformers(saved: Mapping[str, Any]) -> Description:
     if model_type not in known:
         raise ValueError(f"eqzoo has no model of model_type {model_type!r}; it has {', '.join(sorted(known))}")
     family, upstream = known[model_type]
-    fields = upstream.options.read(saved)
-    return Description(model_type, family, dataclasses.replace(family.variants[upstream.base], **fields))
+    base = family.variants[upstream.base]
+    fields = {name: _number_like(getattr(base, name), value) for name, value in upstream.options.read(saved).items()}
+    return Description(model_type, family, dataclasses.replace(base, **fields))
+
+
+def _number_like(known: Any, value: Any) -> Any:
+    """JSON writes a float that is whole as an integer."""
+    return float(value) if type(known) is float and type(value) is int else value
 
 
 def _from_metadata(text: str) -> Description:

@@ -126,7 +126,13 @@ def _described_upstream(model: Any, family: Family, format: str) -> tuple[Upstre
         changed = {name: changed_fields(family.variants[name], model.config) for name in bases}
         base = min(bases, key=lambda name: (len(unsaid[name]), len(changed[name])))
         if not unsaid[base]:
-            return upstream, base, _options(upstream, family.variants[base], model.config)
+            try:
+                return upstream, base, _options(upstream, family.variants[base], model.config)
+            except ValueError as error:  # it has no option for that value
+                if len(upstreams) == 1:
+                    raise
+                reasons.append(str(error))
+                continue
         values = ", ".join(f"{field}={getattr(model.config, field)!r}" for field in sorted(unsaid[base]))
         reasons.append(f"{values} (the nearest, {base}, differs)")
     raise ValueError(f"export: {format} has no {family.model.__name__} with {' or '.join(reasons)}; use `eqzoo.save`")

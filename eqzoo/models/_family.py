@@ -3,8 +3,8 @@
 import fnmatch
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -143,7 +143,7 @@ class Family(NamedTuple):
 
     def config_from(self, saved: Mapping[str, Any]) -> Any:
         """The config whose fields were saved as JSON."""
-        return self.config(**{name: _tuples(value) for name, value in saved.items()})
+        return _rebuilt(self.config, saved)
 
 
 def count_labels(options: dict[str, Any], *, classifier: str, body: str) -> dict[str, Any]:
@@ -163,6 +163,17 @@ def changed_fields(config: Any, other: Any) -> set[str]:
 
 def _is_among(value: Any, values: Mapping[Any, Any]) -> bool:
     return isinstance(value, str | int | float | bool | None) and value in values
+
+
+def _rebuilt(config: Any, saved: Mapping[str, Any]) -> Any:
+    """A config of a class whose fields, which may be configs themselves, were saved as JSON."""
+    hints = get_type_hints(config)
+
+    def rebuild(name: str, value: Any) -> Any:
+        parts = [part for part in (hints[name], *get_args(hints[name])) if is_dataclass(part)]
+        return _rebuilt(parts[0], value) if parts and isinstance(value, Mapping) else _tuples(value)
+
+    return config(**{name: rebuild(name, value) if name in hints else value for name, value in saved.items()})
 
 
 def _tuples(value: Any) -> Any:

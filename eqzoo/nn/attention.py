@@ -1,5 +1,6 @@
 """Softmax attention."""
 
+from collections.abc import Callable
 from functools import partial
 from math import sqrt
 
@@ -86,6 +87,27 @@ def cached_mask(
     return jnp.concatenate([cached[None], causal_mask(tokens, window)], axis=-1)
 
 
+def attend_cached(
+    query: Float[Array, "heads tokens dim_head"],
+    new: KVCache,
+    cache: KVCache,
+    position: Int[Array, ""],
+    *,
+    window: Int[Array, ""] | int | None = None,
+    scale: Float[Array, ""] | float | None = None,
+    cap: float | None = None,
+) -> Float[Array, "heads tokens dim_value"]:
+    """`attend` of tokens at `position` and after it to themselves, `new`, and to those before them, in `cache`."""
+    return attend(
+        query,
+        jnp.concatenate([cache.key.astype(new.key.dtype), new.key], axis=1),
+        jnp.concatenate([cache.value.astype(new.value.dtype), new.value], axis=1),
+        mask=cached_mask(cache, position, query.shape[1], window),
+        scale=scale,
+        cap=cap,
+    )
+
+
 class Attention(eqx.Module):
     """Multi-head self-attention (Vaswani et al., 2017).
 
@@ -121,7 +143,7 @@ class Attention(eqx.Module):
         qkv_bias: bool = True,
         key_bias: bool | None = None,
         out_bias: bool = True,
-        qk_norm: type[LayerNorm] | type[RMSNorm] | None = None,
+        qk_norm: Callable[..., LayerNorm | RMSNorm] | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_whole: bool = False,
         out_norm: type[LayerNorm] | type[RMSNorm] | None = None,
@@ -198,17 +220,20 @@ class Attention(eqx.Module):
         `cache` holds those of the tokens before, in one layer; it is the caller's to write the new ones to all layers
         at once. A token attends to itself and to what came before, `window` tokens in all.
         """
+        look = partial(attend_cached, cache=cache, position=position, window=window, scale=scale, cap=self.cap)
+        return self.around(look, x, rotary=rotary)
+
+    def around(
+        self,
+        look: Callable[[Array, KVCache], Array],
+        x: Float[Array, "tokens dim"],
+        *,
+        rotary: Float[Array, "*heads tokens half_dim_rotary"] | None = None,
+    ) -> tuple[Float[Array, "tokens dim"], KVCache]:
+        """As `extend`, with another way to attend: `look(query, new)` is given the queries and what the cache gets."""
         query, keys, value = self._heads(x, rotary)
         new = KVCache(keys, value)
-        mixed = attend(
-            query,
-            jnp.concatenate([cache.key.astype(keys.dtype), keys], axis=1),
-            jnp.concatenate([cache.value.astype(value.dtype), value], axis=1),
-            mask=cached_mask(cache, position, x.shape[0], window),
-            scale=scale,
-            cap=self.cap,
-        )
-        return self._merge(mixed), new
+        return self._merge(look(query, new)), new
 
     def _heads(
         self, x: Float[Array, "tokens dim"], rotary: Float[Array, "*heads tokens half_dim_rotary"] | None

@@ -67,17 +67,24 @@ class LayerNorm(eqx.Module):
 
 
 class RMSNorm(eqx.Module):
-    """Root-mean-square normalisation over the last axis (Zhang and Sennrich, 2019)."""
+    """Root-mean-square normalisation over the last axis (Zhang and Sennrich, 2019).
+
+    With an `offset`, the weight is what comes on top of it: from 1, Gemma's go up and down.
+    """
 
     weight: Float[Array, " dim"]
     eps: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True)
 
-    def __init__(self, dim: int, *, eps: float = 1e-6):
-        self.weight = jnp.ones(dim, jnp.float32)
+    def __init__(self, dim: int, *, eps: float = 1e-6, offset: float = 0.0):
+        self.weight = jnp.full(dim, 1 - offset, jnp.float32)
         self.eps = eps
+        self.offset = offset
 
     def __call__(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes dim"]:
-        return (_normalise(at_least_float32(x), self.eps, False) * self.weight).astype(x.dtype)
+        y = _normalise(at_least_float32(x), self.eps, False)
+        scale = self.offset + at_least_float32(self.weight) if self.offset else self.weight
+        return (y * scale).astype(x.dtype)
 
 
 class GroupNorm(eqx.Module):

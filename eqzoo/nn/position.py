@@ -156,14 +156,18 @@ class Rotary:
             base = base * grown ** (dim / (dim - 2))
         periods = rotary_periods(dim, base)
         if self.kind == "longrope":
-            factors = self.long if length > context else self.short
+            factors = (self.long if length > context else self.short) or ()
+            if len(factors) != len(periods):
+                raise ValueError(f"Rotary: longrope has {len(factors)} factors for {len(periods)} pairs of channels")
             return 1 / (np.asarray(factors, np.float32) * periods)
         if self.kind == "linear":
             return 1 / periods / np.float32(self.factor)
         if self.kind == "llama3":
-            turns = context / (2 * np.pi * periods)
+            fast = 1 / periods
+            turns = context * (1 / (2 * pi * (1 / fast)))  # in the order in which torch rounds
             share = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
-            return ((1 - share) / periods / self.factor + share / periods).astype(np.float32)
+            mixed = (1 - share) * fast / self.factor + share * fast
+            return np.where(share == 0, fast / self.factor, np.where(share == 1, fast, mixed))
         if self.kind == "yarn":
             channel = lambda turns: dim * log(context / (turns * 2 * pi)) / (2 * log(base))
             first, last = channel(self.fast), channel(self.slow)
@@ -171,8 +175,8 @@ class Rotary:
                 first, last = floor(first), ceil(last)
             first, last = max(first, 0), min(last, dim - 1)
             last = last + 0.001 if first == last else last
-            share = np.clip((np.arange(dim // 2, dtype=np.float32) - first) / (last - first), 0, 1)
-            return (share / (self.factor * periods) + (1 - share) / periods).astype(np.float32)
+            keep = 1 - np.clip((np.arange(dim // 2, dtype=np.float32) - first) / (last - first), 0, 1)
+            return 1 / (self.factor * periods) * (1 - keep) + 1 / periods * keep
         return 1 / periods
 
     def angles(

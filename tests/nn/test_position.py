@@ -1,5 +1,7 @@
 """Position tables and rotary angles against timm, transformers and MAE."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,12 @@ import pytest
 import timm
 import torch
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
 from eqzoo import nn
+from eqzoo.models.language._rotary import read_rotary, write_rotary
 from tests.parity import assert_close
 
 
@@ -81,6 +85,79 @@ def test_rotary_angles_are_llamas_to_one_rounding_and_the_same_under_jit(base, d
     angles = nn.rotary_angles(jnp.asarray(positions), dim, base=base)
     np.testing.assert_allclose(angles, positions[:, None] * there, rtol=2e-7)
     np.testing.assert_array_equal(jax.jit(lambda p: nn.rotary_angles(p, dim, base=base))(positions), angles)
+
+
+LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7, 2, 3, 4, 5], "long_factor": [1.2, 2.0, 3, 4, 6, 8, 9, 20]}
+
+# Upstream's parameters of each kind.
+KINDS = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 3.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 300,
+    },
+    "yarn": {"factor": 3.0, "original_max_position_embeddings": 300},
+    "yarn untruncated": {"factor": 3.0, "beta_fast": 16, "beta_slow": 2, "truncate": False, "mscale": 1.4},
+    "yarn scales": {"factor": 3.0, "mscale": 1.4, "mscale_all_dim": 0.7, "original_max_position_embeddings": 300},
+    "yarn scale": {"factor": 0.5, "attention_factor": 1.3},
+    "longrope": {"original_max_position_embeddings": 300, **LONGROPE},
+    "longrope scale": {"factor": 1.5, "attention_factor": 1.3, "original_max_position_embeddings": 300, **LONGROPE},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [200, 1200])
+@pytest.mark.parametrize("generation", [4, 5])
+def test_rotary_speeds_are_upstreams_for_every_kind(kind, length, generation):
+    scaling = {"rope_type": kind.split()[0], **KINDS[kind]}
+    config = LlamaConfig(
+        hidden_size=16,
+        num_attention_heads=1,
+        max_position_embeddings=900,
+        rope_parameters={"rope_theta": 5000.0, **scaling},
+    )
+    if kind == "default":
+        speeds, scale = modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    else:
+        speeds, scale = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, seq_len=length)
+    options = {"max_position_embeddings": 900}
+    if generation == 4:
+        options |= {"rope_theta": 5000.0, "rope_scaling": None if kind == "default" else scaling}
+    else:
+        options |= {"rope_parameters": config.rope_parameters}
+    read = read_rotary(options, context=1)
+    rotary = read["rotary"]
+    assert (rotary.scale, read) == (pytest.approx(scale), {"max_position_embeddings": 900, "rotary": rotary})
+    np.testing.assert_allclose(rotary.speeds(16, length), speeds.numpy(), rtol=2e-7)
+    assert read_rotary(write_rotary(read), context=1) == read
+    again = LlamaConfig(**json.loads(json.dumps(write_rotary(read))), hidden_size=16, num_attention_heads=1)
+    if kind != "default":
+        np.testing.assert_array_equal(ROPE_INIT_FUNCTIONS[rotary.kind](again, seq_len=length)[0], speeds)
+
+
+def test_rotary_of_a_part_of_the_channels():
+    rotary = nn.Rotary(partial=0.5)
+    np.testing.assert_array_equal(rotary.speeds(16, 1), nn.Rotary().speeds(8, 1))
+    x = jax.random.normal(jax.random.key(0), (3, 5, 16))
+    angles = rotary.angles(jnp.arange(7, 12), 16, 12)
+    turned = nn.rotate(x, angles, scale=1.5)
+    np.testing.assert_array_equal(turned[..., 8:], x[..., 8:])
+    np.testing.assert_allclose(turned[..., :8], 1.5 * nn.rotate(x[..., :8], angles), rtol=1e-6)
+
+
+def test_an_unknown_kind_or_parameter_of_rotary_positions_is_refused_by_name():
+    with pytest.raises(ValueError, match="rope_type='spiral' is not supported; eqzoo has default, linear"):
+        read_rotary({"rope_scaling": {"type": "spiral"}}, context=8)
+    with pytest.raises(
+        ValueError, match=r"option 'mrope_section' \(of value \[1, 2\]\) is not known .* rope_type='default'"
+    ):
+        read_rotary({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, context=8)
+    with pytest.raises(ValueError, match="Rotary: kind='yarn' needs context"):
+        nn.Rotary(kind="yarn")
 
 
 def test_rotary_angles_2d_turn_half_with_the_row_and_half_with_the_column():

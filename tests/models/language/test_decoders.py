@@ -15,11 +15,14 @@ import torch
 import transformers
 
 import eqzoo
+from eqzoo import generation
 from tests.parity import assert_close, randomise
 
 VOCAB = 61
 TOKENS = jnp.asarray(np.random.default_rng(0).permutation(VOCAB)[:16], jnp.int32)  # each a different one
 NO_ENDS: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_GEMMA: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 40, "head_dim": 8, **NO_ENDS}
+_GEMMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 class Row(NamedTuple):
@@ -37,6 +40,28 @@ ROWS = (
         "gpt2",
         lambda: transformers.GPT2Config(n_embd=24, n_layer=3, n_head=3, n_positions=96, **NO_ENDS),
         lambda length: 2 * 3 * length * 24,
+    ),
+    Row(
+        "gpt_neox",
+        lambda: transformers.GPTNeoXConfig(
+            hidden_size=24, num_hidden_layers=3, num_attention_heads=2, intermediate_size=40, rotary_pct=0.5, **NO_ENDS
+        ),
+        lambda length: 2 * 3 * length * 24,
+    ),
+    Row(
+        "gemma",
+        lambda: transformers.GemmaConfig(**_GEMMA, num_hidden_layers=2),
+        lambda length: 2 * 2 * length * 2 * 8,
+    ),
+    Row(
+        "gemma2",
+        lambda: transformers.Gemma2Config(**_GEMMA, num_hidden_layers=3, sliding_window=6, query_pre_attn_scalar=8),
+        lambda length: 2 * (2 * min(length, 6) + length) * 2 * 8,
+    ),
+    Row(
+        "gemma3",
+        lambda: transformers.Gemma3TextConfig(**_GEMMA, num_hidden_layers=8, sliding_window=6, query_pre_attn_scalar=8),
+        lambda length: 2 * (7 * min(length, 6) + length) * 2 * 8,
     ),
 )
 
@@ -104,18 +129,14 @@ def test_logits_are_upstreams(subject):
 
 
 def test_greedy_generation_is_upstreams(subject):
-    model, upstream = subject.model, subject.upstream
-    for prompt in (TOKENS[:3], TOKENS[3:12]):
+    prompts = [TOKENS[:3], TOKENS[3:12]]
+    ours = generation.generate(subject.model, prompts, 64)
+    for prompt, found in zip(prompts, ours, strict=True):
         with torch.no_grad():
             ids = torch.from_numpy(np.asarray(prompt, np.int64))[None]
-            theirs = upstream.generate(ids, max_new_tokens=64, do_sample=False, pad_token_id=0)[0, len(prompt) :]
-        padded = jnp.concatenate([prompt, jnp.zeros(16 - len(prompt), jnp.int32)])
-        states, cache = extend(model, padded, model.empty_cache(96), jnp.int32(len(prompt)))
-        found = [int(jnp.argmax(to_logits(model, states[len(prompt) - 1])))]
-        while len(found) < 64:
-            states, cache = extend(model, jnp.array(found[-1:], jnp.int32), cache, jnp.int32(1))
-            found.append(int(jnp.argmax(to_logits(model, states[0]))))
-        assert found == theirs.tolist()
+            options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
+            theirs = subject.upstream.generate(ids, max_new_tokens=64, **options)
+        assert found.tokens == theirs[0, len(prompt) :].tolist()
 
 
 @eqx.filter_jit
