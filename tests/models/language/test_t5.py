@@ -95,11 +95,8 @@ def assert_same(model: T5, upstream: Any) -> None:
         assert_close(predict(model, *BATCH), theirs(upstream), 1e-4)
 
 
-@pytest.mark.parametrize("library", ["T5", "MT5"])
-@pytest.mark.parametrize("option", OPTIONS)
-def test_logits_and_gradients_of_a_padded_batch_are_upstreams(option, library):
-    if library == "MT5" and option not in ("default", "buckets"):
-        pytest.skip("mT5 is T5 1.1")
+@pytest.mark.parametrize(("library", "option"), [*(("T5", option) for option in OPTIONS), ("MT5", "default")])
+def test_logits_and_gradients_of_a_padded_batch_are_upstreams(library, option):
     upstream = tiny(library, **OPTIONS[option][0])
     expected = theirs(upstream)
     expected.square().mean().backward()
@@ -135,11 +132,9 @@ def test_without_an_answer_the_logits_are_those_of_its_first_token():
 
 
 @pytest.mark.parametrize("buckets", [8, 16, 32, 64])
-@pytest.mark.parametrize("max_distance", [20, 37, 128, 256, 1000])
+@pytest.mark.parametrize("max_distance", [67, 100, 128, 256, 1000])
 def test_every_distance_is_in_upstreams_bucket(buckets, max_distance):
     bucket_of = transformers.models.t5.modeling_t5.T5Attention._relative_position_bucket
-    if max_distance <= buckets:
-        pytest.skip("upstream takes no such")
     distance = torch.arange(2 * max_distance)
     clipped = np.minimum(distance.numpy(), max_distance)
     for number in (buckets, buckets // 2):
