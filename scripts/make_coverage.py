@@ -167,7 +167,12 @@ def _write_upstream(name: str, make: Callable[[], Any], folder: Path) -> np.ndar
     """Writes upstream's model with random weights, and its output and gradients in both precisions for the input that
     it returns."""
     library = _library(name)
-    model: Any = randomise(make().eval(), 0)
+    model: Any = make().eval()
+    config = getattr(model, "config", None)
+    if getattr(config, "model_type", "") in ("t5", "mt5") and not getattr(config, "scale_decoder_outputs", False):
+        # transformers 5 ties such a head too if it is new; the published ones aren't.
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    randomise(model, 0)
     for each, parameter in model.named_parameters():
         if each.endswith("mask_token"):  # for training only
             torch.nn.init.zeros_(parameter)
@@ -247,7 +252,9 @@ def _training_error(model: Any, state: Any, inputs: np.ndarray, folder: Path) ->
 def _write_results(model: Any, inputs: np.ndarray, folder: Path) -> None:
     """Upstream's output for one input, and the gradients of its inner product with a ramp."""
     if np.issubdtype(inputs.dtype, np.integer):
-        output = model(torch.tensor(inputs)[None])
+        start = {"decoder_input_ids": torch.zeros((1, 1), dtype=torch.int64)}
+        output = model(torch.tensor(inputs)[None], **(start if model.config.is_encoder_decoder else {}))
+        output = output if "logits" in output else output.last_hidden_state
     else:
         dtype = next(model.parameters()).dtype
         output = model(torch.tensor(inputs, dtype=dtype).permute(2, 0, 1)[None])

@@ -252,6 +252,27 @@ ROWS = (
         read_out=lambda model, hidden: model.head(hidden),
     ),
     Row(
+        model=eqzoo.T5,
+        config=eqzoo.T5Config(
+            dim=16,
+            depth=3,
+            decoder_depth=2,
+            heads=2,
+            hidden=24,
+            dim_head=4,
+            vocab=40,
+            buckets=8,
+            max_distance=6,
+            gated=True,
+            activation="gelu_tanh",
+            tied_head=False,
+        ),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.logits(hidden),
+        vanishing=r"decoder\.positions|decoder\..*\.attention\.(query|key)\.weight",  # the answer is one token
+        replicated=r"(en|de)coder\.positions",
+    ),
+    Row(
         model=eqzoo.ConvNeXt,
         config=eqzoo.ConvNeXtConfig(
             depths=(2, 3),

@@ -5,7 +5,7 @@ from typing import Any
 
 from eqzoo.checkpoint import Alias, Drop, Rule, prefixed
 from eqzoo.models._family import Option, Options
-from eqzoo.models.language._options import HARMLESS
+from eqzoo.models.language._transformers import NOT_MATHEMATICS
 
 
 def _norm(source: str, target: str) -> tuple[Rule, ...]:
@@ -112,7 +112,16 @@ _FIXED = {
     "position_embedding_type": "absolute",
     "pruned_heads": {},
 }
-_IGNORED = (*HARMLESS, "pooler_.*", "directionality", "sinusoidal_pos_embds", "tie_weights_", "output_past", "language")
+_IGNORED = (
+    *NOT_MATHEMATICS,
+    "(cls|mask)_token_id",
+    "pooler_.*",
+    "directionality",
+    "sinusoidal_pos_embds",
+    "tie_weights_",
+    "output_past",
+    "language",
+)
 
 
 def _heads(library: str) -> Option:

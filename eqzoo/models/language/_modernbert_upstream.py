@@ -4,7 +4,7 @@ from typing import Any
 
 from eqzoo.checkpoint import SPLIT, Alias, Rule, prefixed, staged
 from eqzoo.models._family import Option, Options
-from eqzoo.models.language._options import HARMLESS
+from eqzoo.models.language._transformers import NOT_MATHEMATICS
 
 _BLOCK = (
     Rule(r"attn_norm\.(weight|bias)", "norm1.{0}"),
@@ -106,8 +106,8 @@ OPTIONS = Options(
     fixed={"tie_word_embeddings": True, "rope_scaling": None, "is_encoder_decoder": False, "is_decoder": False}
     | {"position_embedding_type": "absolute"},  # so the published files say, and mean nothing by it
     ignored=(
-        *HARMLESS,
-        "initializer_cutoff_factor|deterministic_flash_attn|reference_compile|repad_logits_with_grad",
+        *NOT_MATHEMATICS,
+        "(cls|mask)_token_id|initializer_cutoff_factor|deterministic_flash_attn|reference_compile|repad_logits_with_grad",
         "sparse_prediction|sparse_pred_ignore_index",
         "layer_norm_eps",  # the published files repeat `norm_eps` by this name
     ),

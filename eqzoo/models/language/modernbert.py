@@ -83,36 +83,14 @@ class Block(eqx.Module):
     norm2: nn.LayerNorm
     mlp: nn.GatedMLP
 
-    def __init__(self, config: ModernBertConfig, *, is_first: bool = False, key: PRNGKeyArray):
-        key_attention, key_mlp, key_attention_out, key_mlp_out = jax.random.split(key, 4)
-        dim, out_init = config.dim, partial(normal, std=0.02 / sqrt(2 * config.depth))
-        norm = partial(nn.LayerNorm, dim, eps=config.norm_eps, use_bias=config.norm_bias)
-        attention = nn.Attention(
-            dim,
-            config.heads,
-            qkv_bias=config.attention_bias,
-            out_bias=config.attention_bias,
-            weight_dropout=config.attention_dropout,
-            out_dropout=config.attention_dropout,
-            init=_INIT,
-            key=key_attention,
-        )
-        mlp = nn.GatedMLP(
-            dim,
-            config.hidden,
-            activation=nn.activation(config.activation),
-            use_bias=config.mlp_bias,
-            dropout=config.mlp_dropout,
-            init=_INIT,
-            key=key_mlp,
-        )
-        # What a block adds to the residual stream starts smaller.
-        attention_out = nn.Linear(dim, dim, use_bias=config.attention_bias, init=out_init, key=key_attention_out)
-        mlp_out = nn.Linear(config.hidden, dim, use_bias=config.mlp_bias, init=out_init, key=key_mlp_out)
+    def __init__(
+        self, dim: int, attention: nn.Attention, mlp: nn.GatedMLP, *, is_first: bool, norm_eps: float, norm_bias: bool
+    ):
+        norm = partial(nn.LayerNorm, dim, eps=norm_eps, use_bias=norm_bias)
         self.norm1 = None if is_first else norm()
-        self.attention = eqx.tree_at(lambda attention: attention.out, attention, attention_out)
+        self.attention = attention
         self.norm2 = norm()
-        self.mlp = eqx.tree_at(lambda mlp: mlp.down, mlp, mlp_out)
+        self.mlp = mlp
 
     def __call__(
         self,
@@ -128,6 +106,36 @@ class Block(eqx.Module):
         return x + self.mlp(self.norm2(x), key=key_mlp)
 
 
+def _block(config: ModernBertConfig, key: PRNGKeyArray, *, is_first: bool = False) -> Block:
+    key_attention, key_mlp, key_attention_out, key_mlp_out = jax.random.split(key, 4)
+    attention = nn.Attention(
+        config.dim,
+        config.heads,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        weight_dropout=config.attention_dropout,
+        out_dropout=config.attention_dropout,
+        init=_INIT,
+        key=key_attention,
+    )
+    mlp = nn.GatedMLP(
+        config.dim,
+        config.hidden,
+        activation=nn.activation(config.activation),
+        use_bias=config.mlp_bias,
+        dropout=config.mlp_dropout,
+        init=_INIT,
+        key=key_mlp,
+    )
+    # What a block adds to the residual stream starts smaller.
+    out = partial(nn.Linear, init=partial(normal, std=0.02 / sqrt(2 * config.depth)))
+    attention_out = out(config.dim, config.dim, use_bias=config.attention_bias, key=key_attention_out)
+    mlp_out = out(config.hidden, config.dim, use_bias=config.mlp_bias, key=key_mlp_out)
+    attention = eqx.tree_at(lambda attention: attention.out, attention, attention_out)
+    mlp = eqx.tree_at(lambda mlp: mlp.down, mlp, mlp_out)
+    return Block(config.dim, attention, mlp, is_first=is_first, norm_eps=config.norm_eps, norm_bias=config.norm_bias)
+
+
 class PreHead(eqx.Module):
     """What every head starts with."""
 
@@ -135,10 +143,12 @@ class PreHead(eqx.Module):
     norm: nn.LayerNorm
     activation: Callable[[Array], Array] = eqx.field(static=True)
 
-    def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
-        self.dense = nn.Linear(config.dim, config.dim, use_bias=config.head_bias, init=_INIT, key=key)
-        self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps, use_bias=config.norm_bias)
-        self.activation = nn.activation(config.head_activation)
+    def __init__(
+        self, dim: int, *, activation: str, use_bias: bool, norm_eps: float, norm_bias: bool, key: PRNGKeyArray
+    ):
+        self.dense = nn.Linear(dim, dim, use_bias=use_bias, init=_INIT, key=key)
+        self.norm = nn.LayerNorm(dim, eps=norm_eps, use_bias=norm_bias)
+        self.activation = nn.activation(activation)
 
     def __call__(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes dim"]:
         return self.norm(self.activation(self.dense(x)))
@@ -171,10 +181,18 @@ class ModernBert(eqx.Module):
         self.embedding = nn.Embedding(config.vocab, config.dim, key=key_embedding)
         self.embedding_norm = norm()
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
-        self.first = Block(config, is_first=True, key=key_first)
-        self.rest = nn.Stack(lambda key: Block(config, key=key), config.depth - 1, key=key_rest)
+        self.first = _block(config, key_first, is_first=True)
+        self.rest = nn.Stack(partial(_block, config), config.depth - 1, key=key_rest)
         self.norm = norm()
-        self.pre_head = PreHead(config, key=key_pre_head) if config.head else None
+        make_pre_head = partial(
+            PreHead,
+            config.dim,
+            activation=config.head_activation,
+            use_bias=config.head_bias,
+            norm_eps=config.norm_eps,
+            norm_bias=config.norm_bias,
+        )
+        self.pre_head = make_pre_head(key=key_pre_head) if config.head else None
         self.head_dropout = nn.Dropout(config.head_dropout)
         init = partial(normal, std=config.dim**-0.5)
         has_head = config.head and not is_masked and outputs
