@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import eqzoo
-from eqzoo import generation
+from eqzoo import generation, nn
 from tests.parity import assert_close, randomise
 
 VOCAB = 61
@@ -173,6 +173,12 @@ def test_greedy_generation_is_upstreams(subject):
             options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
             theirs = subject.upstream.generate(ids, max_new_tokens=64, **options)
         assert found.tokens == theirs[0, len(prompt) :].tolist()
+
+
+def test_the_stack_can_be_taken_apart(subject):
+    chunk = lambda model: model.extend(TOKENS[:5], model.empty_cache(24), count=jnp.int32(3))
+    stacked = eqx.filter_eval_shape(chunk, subject.model)
+    assert eqx.filter_eval_shape(chunk, eqx.filter_eval_shape(nn.unstack, subject.model)) == stacked
 
 
 @eqx.filter_jit
