@@ -12,6 +12,7 @@ from eqzoo.checkpoint.formats import write_safetensors as write_safetensors
 from eqzoo.checkpoint.rules import BATCH_NORM as BATCH_NORM
 from eqzoo.checkpoint.rules import SAME as SAME
 from eqzoo.checkpoint.rules import SPLIT as SPLIT
+from eqzoo.checkpoint.rules import SPLIT_EACH as SPLIT_EACH
 from eqzoo.checkpoint.rules import TRANSPOSE as TRANSPOSE
 from eqzoo.checkpoint.rules import TRANSPOSE_SPLIT as TRANSPOSE_SPLIT
 from eqzoo.checkpoint.rules import Alias as Alias

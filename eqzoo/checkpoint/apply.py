@@ -62,8 +62,8 @@ class Plan:
 def plan(skeleton: PyTree, tensors: Mapping[str, Tensor], rules: Rules) -> Plan:
     """Match a checkpoint's names and shapes with a model's, without reading a number."""
     leaves = dict(_array_leaves(skeleton))
-    slots = {slot: None for path, leaf in leaves.items() for slot in _slots(path, leaf.shape)}
-    open_slots = dict(slots)
+    slots = {slot: None for path, leaf in leaves.items() for slot in _slots_and_groups(path, leaf.shape)}
+    open_slots = {slot: None for path, leaf in leaves.items() for slot in _slots(path, leaf.shape)}
     result = Plan()
     for name, tensor in tensors.items():
         rule, targets = _first_that_applies(name, rules, slots)
@@ -72,14 +72,15 @@ def plan(skeleton: PyTree, tensors: Mapping[str, Tensor], rules: Rules) -> Plan:
         elif isinstance(rule, Alias):
             result.aliases.append((name, rule.of))
         elif isinstance(rule, Rule):
-            taken = [_format(slot) for slot in targets if slot not in open_slots]
+            filled = [each for slot in targets for each in _within(slot, leaves[slot[0]].shape)]
+            taken = [_format(slot) for slot in filled if slot not in open_slots]
             if taken:
                 result.wrong.append(f"{name}: another tensor already fills {', '.join(taken)}")
                 continue
             misfit = _misfit(tensor, rule, [_slot_leaf(leaves, slot) for slot in targets])
             if misfit:
                 result.wrong.append(f"{name}: {misfit}")
-            for slot in targets:
+            for slot in filled:
                 del open_slots[slot]
             result.moves.append((name, rule, targets))
     result.missing = _missing(open_slots, leaves, rules)
@@ -132,7 +133,8 @@ class Part(NamedTuple):
 
 def _read_leaf(path: str, leaf: jax.ShapeDtypeStruct, parts: Sequence[Part]) -> np.ndarray:
     array = _aligned(leaf.shape, np.dtype(leaf.dtype))
-    if len(parts) < len(_slots(path, leaf.shape)):  # the tensor of an optional rule isn't there
+    held = sum(len(_within((path, part.layer), leaf.shape)) for part in parts)
+    if held < len(_slots(path, leaf.shape)):  # the tensor of an optional rule isn't there
         array[...] = 0
     for tensor, rule, shapes, number, layer in parts:
         _copy(rule.transform.forward(tensor.view(), shapes)[number], array[(*layer, ...)], tensor.release)
@@ -161,19 +163,18 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def unfill(model: PyTree, rules: Rules) -> dict[str, np.ndarray]:
     """The rules run backwards: the tensors of an upstream checkpoint of this model."""
     leaves = _array_leaves(model)
-    slots = {slot for path, leaf in leaves for slot in _slots(path, leaf.shape)}
+    slots = {slot for path, leaf in leaves for slot in _slots_and_groups(path, leaf.shape)}
     parts: dict[str, dict[str, np.ndarray]] = {}
     used: dict[str, Rule] = {}
     lost = []
     for path, leaf in leaves:
         array = np.asarray(leaf)
         for slot in _slots(path, leaf.shape):
-            target = _format(slot)
-            rule, source = _rule_and_source(target, rules, slots)
+            slot, rule, source = _rule_and_source(slot, rules, slots)
             if rule is None:
-                lost.append(target)
+                lost.append(_format(slot))
             else:
-                parts.setdefault(source, {})[target] = array[(*slot[1], ...)]
+                parts.setdefault(source, {})[_format(slot)] = array[(*slot[1], ...)]
                 used[source] = rule
     if lost:
         raise CheckpointError(f"no rule names a place upstream for {', '.join(lost)}; add a rule for it to the family")
@@ -196,18 +197,31 @@ def _slots(path: str, shape: tuple[int, ...]) -> list[Slot]:
     return [(path, index) for index in np.ndindex(shape[: path.count("[*]")])]
 
 
+def _slots_and_groups(path: str, shape: tuple[int, ...]) -> list[Slot]:
+    """The slots, and what a rule may fill at once: all that inner stacks hold of one layer of the outer ones."""
+    stacks = path.count("[*]")
+    return [(path, index) for depth in range(stacks + 1) for index in np.ndindex(shape[:depth])]
+
+
+def _within(slot: Slot, shape: tuple[int, ...]) -> list[Slot]:
+    """The slots of a group; a slot itself is a group of one."""
+    path, index = slot
+    return [(path, (*index, *inner)) for inner in np.ndindex(shape[len(index) : path.count("[*]")])]
+
+
 def _slot_leaf(leaves: Mapping[str, Any], slot: Slot) -> jax.ShapeDtypeStruct:
     leaf = leaves[slot[0]]
     return jax.ShapeDtypeStruct(leaf.shape[len(slot[1]) :], leaf.dtype)
 
 
 def _parse(target: str) -> Slot:
+    """A slot, or of a target that ends in `[*]`s, a group."""
     return _LAYER.sub("[*]", target), tuple(int(number) for number in _LAYER.findall(target))
 
 
 def _format(slot: Slot) -> str:
     numbers = iter(slot[1])
-    return re.sub(r"\[\*\]", lambda _: f"[{next(numbers)}]", slot[0])
+    return re.sub(r"\[\*\]", lambda _: f"[{next(numbers, '*')}]", slot[0])
 
 
 def _first_that_applies(
@@ -224,14 +238,19 @@ def _first_that_applies(
     return None, []
 
 
-def _rule_and_source(target: str, rules: Rules, slots: Collection[Slot]) -> tuple[Rule | None, str]:
-    """The first rule backwards that has a place in the model for all it would fill, and its tensor."""
-    for rule in rules:
-        if isinstance(rule, Rule) and (source := rule.source_of(target)) is not None:
-            targets = rule.leaves_of(source) or ()
-            if len(targets) == 1 or all(_parse(leaf) in slots for leaf in targets):
-                return rule, source
-    return None, target
+def _rule_and_source(slot: Slot, rules: Rules, slots: Collection[Slot]) -> tuple[Slot, Rule | None, str]:
+    """The first rule backwards that has a place in the model for all it would fill, its tensor, and the slot or the
+    smallest group around it that the rule speaks of.
+    """
+    path, index = slot
+    for group in [(path, index[:depth]) for depth in range(len(index), -1, -1)]:
+        target = _format(group)
+        for rule in rules:
+            if isinstance(rule, Rule) and (source := rule.source_of(target)) is not None:
+                targets = rule.leaves_of(source) or ()
+                if len(targets) == 1 or all(_parse(leaf) in slots for leaf in targets):
+                    return group, rule, source
+    return slot, None, _format(slot)
 
 
 def _misfit(tensor: Tensor, rule: Rule, leaves: list[jax.ShapeDtypeStruct]) -> str | None:
@@ -251,11 +270,10 @@ def _upstream_shape(rule: Rule, leaves: list[jax.ShapeDtypeStruct]) -> tuple[int
 
 def _missing(open_slots: Mapping[Slot, None], leaves: Mapping[str, Any], rules: Rules) -> list[str]:
     """What is missing by its upstream name, once a tensor."""
-    slots = {slot for path, leaf in leaves.items() for slot in _slots(path, leaf.shape)}
+    slots = {slot for path, leaf in leaves.items() for slot in _slots_and_groups(path, leaf.shape)}
     missing: dict[str, str] = {}
     for slot in open_slots:
-        target = _format(slot)
-        rule, source = _rule_and_source(target, rules, slots)
+        _, rule, source = _rule_and_source(slot, rules, slots)
         if rule is None:
             missing[source] = f"{source} {_slot_leaf(leaves, slot).shape}, a leaf that no rule names"
         elif source not in missing and not rule.optional:

@@ -3,7 +3,8 @@
     Rule(r"blocks\\.(\\d+)\\.norm1\\.(weight|bias)", "blocks[{0}].norm1.{1}")
 
 The source is a regex of literal text and unnested groups, so that it can be read backwards. The target is a leaf's
-path: `{0}` is the first group's text, `{0-1}` that number less one, `[...]` a layer of a `Stack`.
+path: `{0}` is the first group's text, `{0-1}` that number less one, `[...]` a layer of a `Stack`, `[*]` at once all
+layers of one inside another.
 """
 
 import re
@@ -34,6 +35,10 @@ def _split_rows(tensor: np.ndarray, shapes: Shapes) -> Sequence[np.ndarray]:
 SAME = Transform(lambda tensor, shapes: [tensor], lambda parts: parts[0])
 TRANSPOSE = Transform(lambda tensor, shapes: [tensor.T], lambda parts: parts[0].T)
 SPLIT = Transform(_split_rows, np.concatenate)
+SPLIT_EACH = Transform(  # one part after the other in each entry of a leading axis
+    lambda tensor, shapes: np.split(tensor, np.cumsum([shape[1] for shape in shapes])[:-1], axis=1),
+    lambda parts: np.concatenate(parts, axis=1),
+)
 TRANSPOSE_SPLIT = Transform(
     lambda tensor, shapes: _split_rows(tensor.T, shapes),
     lambda parts: np.concatenate(parts).T,

@@ -27,6 +27,9 @@ from eqzoo.nn.dropout import Dropout as Dropout
 from eqzoo.nn.dropout import DropPath as DropPath
 from eqzoo.nn.dropout import block_depths as block_depths
 from eqzoo.nn.dropout import split_key as split_key
+from eqzoo.nn.experts import Experts as Experts
+from eqzoo.nn.experts import entry as entry
+from eqzoo.nn.experts import load_balancing_loss as load_balancing_loss
 from eqzoo.nn.inverted_residual import ConvBlock as ConvBlock
 from eqzoo.nn.inverted_residual import DepthwiseSeparable as DepthwiseSeparable
 from eqzoo.nn.inverted_residual import FusedResidual as FusedResidual

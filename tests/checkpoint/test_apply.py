@@ -13,7 +13,7 @@ import pytest
 
 import eqzoo
 from eqzoo import nn
-from eqzoo.checkpoint import SPLIT, Alias, CheckpointError, Drop, Rule, apply, fill, plan, unfill
+from eqzoo.checkpoint import SPLIT, SPLIT_EACH, Alias, CheckpointError, Drop, Rule, apply, fill, plan, unfill
 from eqzoo.checkpoint.formats import Tensor, write_safetensors
 from eqzoo.nn import _init
 
@@ -72,6 +72,48 @@ def test_layers_split_and_stacked():
         np.testing.assert_array_equal(model.blocks.block.key.bias[layer], named[f"h.{layer}.qk.bias"][2:])
     np.testing.assert_array_equal(model.table, named["wte"])
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(model))
+
+
+KEY = jax.random.key(0)
+
+
+class Nested(eqx.Module):
+    """Stacks in a stack: three inner layers in each of two."""
+
+    blocks: nn.Stack[nn.Stack[Block]]
+
+    def __init__(self, *, key):
+        inner = lambda key: nn.Stack(lambda key: Block(key=key), 3, key=key)
+        self.blocks = nn.Stack(inner, 2, key=key)
+
+
+ONE_BY_ONE = (Rule(r"h\.(\d+)\.(\d+)\.(query|key)\.(weight|bias)", "blocks[{0}][{1}].{2}.{3}"),)
+AT_ONCE = (Rule(r"h\.(\d+)\.(weight|bias)", ("blocks[{0}][*].query.{1}", "blocks[{0}][*].key.{1}"), SPLIT_EACH),)
+
+
+def test_all_layers_of_an_inner_stack_at_once_or_one_by_one():
+    model = Nested(key=KEY)
+    blank = eqx.filter_eval_shape(lambda: Nested(key=KEY))
+    at_once, one_by_one = unfill(model, AT_ONCE), unfill(model, ONE_BY_ONE)
+    assert {name: tensor.shape for name, tensor in at_once.items()} == {
+        f"h.{layer}.{name}": (3, 6, *rest) for layer in range(2) for name, rest in (("weight", (3,)), ("bias", ()))
+    }
+    assert one_by_one["h.1.2.key.weight"].shape == (4, 3)
+    np.testing.assert_array_equal(at_once["h.1.weight"][2, 2:], one_by_one["h.1.2.key.weight"])
+    for rules, found in ((AT_ONCE, at_once), (ONE_BY_ONE, one_by_one)):
+        fit = plan(blank, stored(found), rules)
+        assert not fit.problems
+        assert eqx.tree_equal(fill(blank, stored(found), fit), model)
+
+
+def test_what_is_missing_or_doubled_in_an_inner_stack_is_named():
+    blank = eqx.filter_eval_shape(lambda: Nested(key=KEY))
+    tensors = unfill(Nested(key=KEY), AT_ONCE)
+    del tensors["h.0.weight"]
+    assert plan(blank, stored(tensors), AT_ONCE).missing == ["h.0.weight (3, 6, 3)"]
+    tensors |= {"h.1.2.key.weight": np.zeros((4, 3), np.float32)}
+    (problem,) = plan(blank, stored(tensors), (*AT_ONCE, *ONE_BY_ONE)).wrong
+    assert problem == "h.1.2.key.weight: another tensor already fills blocks[1][2].key.weight"
 
 
 def test_backwards_gives_the_tensors_it_came_from():

@@ -16,6 +16,7 @@ CASES = [
     (Rule(r"up(\d+)\.w", "blocks[{0+2}].w"), "up3.w", ("blocks[5].w",)),
     (Rule(r"block1-(\d+)\.w", "x.{0}"), "block1-7.w", ("x.7",)),
     (Rule(r"a(\d)\.b(\d)", "x.{1}.y.{0}.z.{1}"), "a1.b2", ("x.2.y.1.z.2",)),
+    (Rule(r"h\.(\d+)\.up", "blocks[{0}].experts[*].up.weight"), "h.11.up", ("blocks[11].experts[*].up.weight",)),
     (Rule(r"qkv\.(weight|bias)", ("q.{0}", "k.{0}", "v.{0}"), SPLIT), "qkv.bias", ("q.bias", "k.bias", "v.bias")),
 ]
 

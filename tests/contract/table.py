@@ -136,6 +136,12 @@ ROWS = (
         read_out=lambda model, hidden: model.head(hidden),
     ),
     Row(
+        model=eqzoo.RNN,
+        config=eqzoo.RNNConfig(dim=12, depth=3, hidden=16, vocab=40, dropout=0.1),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.head(hidden),
+    ),
+    Row(
         model=eqzoo.Mamba,
         config=eqzoo.MambaConfig(
             dim=16, depth=3, expand=1, state=3, kernel=3, time_step_rank=2, vocab=40, use_bias=True, tied_head=False
@@ -206,8 +212,42 @@ ROWS = (
         read_out=lambda model, hidden: model.logits(hidden),
     ),
     Row(
-        model=eqzoo.RNN,
-        config=eqzoo.RNNConfig(dim=12, depth=3, hidden=16, vocab=40, dropout=0.1),
+        model=eqzoo.Gemma,
+        config=eqzoo.GemmaConfig(
+            dim=16,
+            depth=3,
+            heads=4,
+            kv_heads=2,
+            hidden=24,
+            dim_head=4,
+            vocab=40,
+            pattern=("local", "global"),
+            window=3,
+            local_rotary=eqzoo.nn.Rotary(base=50.0),
+            attention_cap=5.0,
+            final_cap=10.0,
+            post_norms=True,
+            qk_norm=True,
+            attention_dropout=0.1,
+        ),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.logits(hidden),
+    ),
+    Row(
+        model=eqzoo.Mixtral,
+        config=eqzoo.MixtralConfig(
+            dim=16,
+            depth=3,
+            heads=4,
+            kv_heads=2,
+            hidden=24,
+            experts=3,
+            top_k=3,  # all of them, for weights that are rounded would choose others
+            vocab=40,
+            window=4,
+            qk_norm=True,
+            attention_dropout=0.1,
+        ),
         example=_tokens(10, 40),
         read_out=lambda model, hidden: model.head(hidden),
     ),

@@ -1,6 +1,7 @@
 """Gemma (2024, arXiv 2403.08295), Gemma 2 (2024, arXiv 2408.00118), the text part of Gemma 3 (2025, arXiv 2503.19786).
 
-Upstream: transformers' `GemmaForCausalLM`, `Gemma2ForCausalLM` and `Gemma3ForCausalLM`. Deviations: none.
+Upstream: transformers' `GemmaForCausalLM`, `Gemma2ForCausalLM` and `Gemma3ForCausalLM`, and the text part of
+`Gemma3ForConditionalGeneration`, as which most of Gemma 3 is published. Deviations: none.
 """
 
 from collections.abc import Callable
@@ -356,6 +357,10 @@ FAMILY = Family(
             architecture="Gemma3ForCausalLM",
             base="gemma-3-4b",
         ),
+        "transformers_gemma3_whole": Upstream(
+            upstream.GEMMA3_WHOLE, upstream.GEMMA3_WHOLE_OPTIONS, model_type="gemma3", base="gemma-3-4b"
+        ),
+        "transformers_gemma3_whole_5": Upstream(upstream.GEMMA3_WHOLE_5),
     },
     sharding=upstream.SHARDING,
     adapters={},

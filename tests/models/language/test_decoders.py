@@ -22,6 +22,8 @@ VOCAB = 61
 TOKENS = jnp.asarray(np.random.default_rng(0).permutation(VOCAB)[:16], jnp.int32)  # each a different one
 NO_ENDS: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _GEMMA: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 40, "head_dim": 8, **NO_ENDS}
+_MOE: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 20, "num_experts_per_tok": 2, **NO_ENDS}
+_MOE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 _GEMMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -80,6 +82,18 @@ ROWS = (
         "gemma3",
         lambda: transformers.Gemma3TextConfig(**_GEMMA, num_hidden_layers=8, sliding_window=6, query_pre_attn_scalar=8),
         lambda length: 2 * (7 * min(length, 6) + length) * 2 * 8,
+    ),
+    Row(
+        "mixtral",
+        lambda: transformers.MixtralConfig(**_MOE, num_hidden_layers=3, num_local_experts=4, sliding_window=6),
+        lambda length: 2 * 3 * min(length, 6) * 2 * 6,
+    ),
+    Row(
+        "qwen3_moe",
+        lambda: transformers.Qwen3MoeConfig(
+            **_MOE, num_hidden_layers=3, num_experts=6, moe_intermediate_size=16, mlp_only_layers=[1], head_dim=8
+        ),
+        lambda length: 2 * 3 * length * 2 * 8,
     ),
     *(
         Row(name, lambda kind=kind, options=options: llama_like(kind, **options), numbers)

@@ -26,7 +26,7 @@ from tests.decoders import (
     predict,
     tiny_model,
 )
-from tests.parity import assert_close, assert_names_and_shapes, number_of_parameters
+from tests.parity import assert_close, assert_names_and_shapes, number_of_parameters, randomise
 
 CONFIGS = {1: transformers.GemmaConfig, 2: transformers.Gemma2Config, 3: transformers.Gemma3TextConfig}
 MODELS = {1: transformers.GemmaForCausalLM, 2: transformers.Gemma2ForCausalLM, 3: transformers.Gemma3ForCausalLM}
@@ -172,6 +172,26 @@ def test_configs_of_transformers_4(saved):
     old = {"rope_parameters": "absent", "rope_theta": 50, "rope_local_base_freq": 9, "layer_types": "absent"}
     old |= {"rope_scaling": {"rope_type": "linear", "factor": 4}, "sliding_window_pattern": 2}
     assert eqx.tree_equal(eqzoo.load(saved(upstream, old)), new)
+
+
+def test_the_text_part_of_a_model_that_sees_images_too(tmp_path, saved):
+    """From its folder as published, where little is stated; and from torch's file of what is in memory."""
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 7, "sliding_window": 5, "vocab_size": 61}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    text = {**sizes, "rope_scaling": scaling, "pad_token_id": None}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    upstream = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager")
+    upstream = randomise(upstream.eval(), 0)
+
+    stated = {"model_type": "gemma3_text", "rope_scaling": scaling, **sizes}
+    folder = saved(upstream, {"text_config": stated})
+    model = eqzoo.load(folder)
+    assert_same_logits(model, upstream)
+    (folder / "model.safetensors").unlink()
+    torch.save(upstream.state_dict(), folder / "pytorch_model.bin")
+    assert eqx.tree_equal(eqzoo.load(folder), model)
 
 
 def test_the_first_gemmas_gelu_is_the_approximation(saved):
