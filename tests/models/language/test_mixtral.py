@@ -1,8 +1,6 @@
 """Mixtral and Qwen3-MoE against transformers."""
 
-import functools
 import json
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +14,12 @@ import transformers
 
 import eqzoo
 from eqzoo._describe import from_config_json
-from eqzoo._model import _skeleton
 from eqzoo.checkpoint import CheckpointError
 from eqzoo.models.language import _mixtral_upstream as naming
 from eqzoo.models.language.mixtral import FAMILY, VARIANTS, Mixtral, MixtralConfig
-from eqzoo.tree import leaves_with_paths
 from tests.decoders import (
     TOKENS,
+    assert_every_sharding_rule_is_of_use,
     assert_same_logits,
     assert_same_logits_and_gradients,
     assert_upstream_reads_the_export,
@@ -258,6 +255,4 @@ def test_wrong_configs_and_no_tokens_are_refused():
 
 def test_every_sharding_rule_is_of_use():
     config = replace(CONFIG, dense_layers=(1,), dense_hidden=8, attention_bias=True)
-    paths = [path for path, _ in leaves_with_paths(_skeleton(functools.partial(Mixtral, config))[0])]
-    for pattern, _ in naming.SHARDING:
-        assert any(re.fullmatch(pattern, path) for path in paths), pattern
+    assert_every_sharding_rule_is_of_use(FAMILY, config)
