@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from eqzoo.checkpoint.apply import Rules
     from eqzoo.models._family import Family
 
-SIZE_IF_ANY = 224  # of the images for which `show` counts operations where a model takes any
+# What `show` counts operations for where a model takes any number of tokens, or images of any size.
+TOKENS_IF_ANY = 1024
+SIZE_IF_ANY = 224
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -210,8 +212,8 @@ def _details(name: str) -> dict[str, Any]:
     family, config = variant(name)
     model, state = _skeleton(_maker(name, {}))
     frozen = freeze(model, state)
-    if hasattr(config, "context"):
-        example = jax.ShapeDtypeStruct((config.context,), jnp.int32)
+    if hasattr(config, "vocab"):
+        example = jax.ShapeDtypeStruct((getattr(config, "context", TOKENS_IF_ANY),), jnp.int32)
     else:
         size = getattr(config, "image_size", SIZE_IF_ANY)
         example = jax.ShapeDtypeStruct((size, size, config.in_channels), jnp.float32)

@@ -26,7 +26,7 @@ import eqzoo
 from eqzoo import data, nn, sharding, train, tree
 
 SMALL_GPT2 = {"dim": 256, "depth": 4, "heads": 4}
-NO_DROPOUT = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "residual_dropout": 0.0}
+NO_DROPOUT = {"dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0, "residual_dropout": 0.0}
 
 
 @dataclass(frozen=True)

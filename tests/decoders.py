@@ -1,5 +1,7 @@
 """What the tests of decoders share: comparison with transformers, of models and of the folders it writes."""
 
+import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import torch
 import transformers
 
 import eqzoo
-from eqzoo.models._family import Option, Options
+from eqzoo._model import _skeleton
+from eqzoo.models._family import Family, Option, Options
+from eqzoo.tree import leaves_with_paths
 from tests.parity import assert_close, assert_same_gradients, randomise
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 14))
@@ -28,6 +32,12 @@ def names_of(options: Options, name: str) -> list[str]:
     entry = options.table[name]
     assert isinstance(entry, Option)
     return list(entry.values)
+
+
+def assert_every_sharding_rule_is_of_use(family: Family, config: Any) -> None:
+    paths = [path for path, _ in leaves_with_paths(_skeleton(functools.partial(family.model, config))[0])]
+    for pattern, _ in family.sharding:
+        assert any(re.fullmatch(pattern, path) for path in paths), pattern
 
 
 def _next_token_loss(model: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

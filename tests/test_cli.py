@@ -198,6 +198,11 @@ def test_show_takes_a_language_model_at_its_full_context(run):
     assert "1,024 tokens" in out
 
 
+def test_show_takes_a_language_model_of_no_certain_context(run):
+    model = run.document("show", "gru-small")
+    assert (model["context"], model["input"], model["output"]) == (None, [1024], [1024, 10000])
+
+
 def test_show_says_all_of_it_in_words(run):
     code, out, _ = run("show", "resnet50")
     assert code == 0

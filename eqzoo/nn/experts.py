@@ -1,6 +1,7 @@
 """Mixtures of experts: each token is seen by a few of many networks, as a router chooses."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import equinox as eqx
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from eqzoo.nn._init import Init
 from eqzoo.nn._precision import at_least_float32
 from eqzoo.nn.linear import GatedMLP, Linear
-from eqzoo.nn.stack import Stack
+from eqzoo.nn.stack import Stack, Unstacked
 
 Tree = TypeVar("Tree")
 
@@ -26,7 +27,7 @@ class Experts(eqx.Module):
     """
 
     router: Linear
-    experts: Stack[GatedMLP]
+    experts: Stack[GatedMLP] | Unstacked[GatedMLP]
     top_k: int = eqx.field(static=True)
     normalised: bool = eqx.field(static=True)
 
@@ -64,9 +65,10 @@ class Experts(eqx.Module):
         logits = self.router(x)
         weights, chosen = self._choose(logits)
         y = jnp.zeros(x.shape, weights.dtype)
-        if len(x) == 1:
-            take = (lambda number: entry(self.experts.block, number)) if expert is None else expert
-            add = lambda y, choice: (y + choice[0] * take(choice[1])(x), None)
+        if expert is None and isinstance(self.experts, Stack):
+            expert = partial(entry, self.experts.block)
+        if len(x) == 1 and expert is not None:
+            add = lambda y, choice: (y + choice[0] * expert(choice[1])(x), None)
             y, _ = jax.lax.scan(add, y, (weights[0], chosen[0]))
         else:
             add = lambda expert, y, weights: (y + weights[:, None] * expert(x), None)

@@ -136,6 +136,12 @@ ROWS = (
         read_out=lambda model, hidden: model.head(hidden),
     ),
     Row(
+        model=eqzoo.RNN,
+        config=eqzoo.RNNConfig(dim=12, depth=3, hidden=16, vocab=40, dropout=0.1),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.head(hidden),
+    ),
+    Row(
         model=eqzoo.Mamba,
         config=eqzoo.MambaConfig(
             dim=16, depth=3, expand=1, state=3, kernel=3, time_step_rank=2, vocab=40, use_bias=True, tied_head=False

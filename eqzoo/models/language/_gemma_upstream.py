@@ -1,5 +1,6 @@
 """What transformers calls Gemma's tensors and options, and where the tensors go on a mesh."""
 
+from dataclasses import replace
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
@@ -30,18 +31,25 @@ _LAYER_2 = (
 )
 
 
-def _rules(layer: tuple[Rule, ...]) -> tuple[Rule | Drop | Alias, ...]:
+def _rules(
+    layer: tuple[Rule, ...], body: str = r"model\.", head: str = r"lm_head\.weight"
+) -> tuple[Rule | Drop | Alias, ...]:
     return (
-        Rule(r"model\.embed_tokens\.weight", "embedding.weight"),
-        *prefixed(r"model\.layers\.(\d+)\.", "blocks[{0}].", layer),
-        Rule(r"model\.norm\.weight", "norm.weight"),
+        Rule(rf"{body}embed_tokens\.weight", "embedding.weight"),
+        *prefixed(rf"{body}layers\.(\d+)\.", "blocks[{0}].", layer),
+        Rule(rf"{body}norm\.weight", "norm.weight"),
         # A model with a tied head has no `head.weight` for the rule to fill, so there the alias counts.
-        Rule(r"lm_head\.weight", "head.weight"),
-        Alias(r"lm_head\.weight", "model.embed_tokens.weight"),
+        Rule(head, "head.weight"),
+        Alias(head, f"{body}embed_tokens.weight".replace("\\", "")),
     )
 
 
 GEMMA, GEMMA2 = _rules(_LAYER_1), _rules(_LAYER_2)
+
+# Gemma 3's text part in the files of the whole model, and in the memory of transformers 5.
+_IMAGES = Drop(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
+GEMMA3_WHOLE = (*_rules(_LAYER_2, r"language_model\.model\.", r"language_model\.lm_head\.weight"), _IMAGES)
+GEMMA3_WHOLE_5 = (*_rules(_LAYER_2, r"model\.language_model\."), _IMAGES)
 
 _KINDS = {"sliding_attention": "local", "full_attention": "global"}
 
@@ -109,6 +117,12 @@ def _prepare_3(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"rotary": read("full_attention", 1e6), "local_rotary": read("sliding_attention", 1e4)}
 
 
+def _prepare_3_whole(options: dict[str, Any]) -> dict[str, Any]:
+    of_images = ("text_config", "vision_config", "mm_tokens_per_image")
+    options = {name: value for name, value in options.items() if name not in of_images} | options["text_config"]
+    return _prepare_3({name: value for name, value in options.items() if not name.endswith("_token_index")})
+
+
 def _restore_3(options: dict[str, Any]) -> dict[str, Any]:
     local: nn.Rotary = options["local_rotary"] or options["rotary"]
     of_local = write_rotary({"rotary": local})["rope_parameters"]
@@ -164,6 +178,8 @@ GEMMA3_OPTIONS = Options(
     prepare=_prepare_3,
     restore=_restore_3,
 )
+
+GEMMA3_WHOLE_OPTIONS = replace(GEMMA3_OPTIONS, prepare=_prepare_3_whole)
 
 SHARDING = (
     # By columns: the vocabulary's size has no useful divisor.

@@ -1,6 +1,7 @@
 """Gemma (2024, arXiv 2403.08295), Gemma 2 (2024, arXiv 2408.00118), the text part of Gemma 3 (2025, arXiv 2503.19786).
 
-Upstream: transformers' `GemmaForCausalLM`, `Gemma2ForCausalLM` and `Gemma3ForCausalLM`. Deviations: none.
+Upstream: transformers' `GemmaForCausalLM`, `Gemma2ForCausalLM` and `Gemma3ForCausalLM`, and the text part of
+`Gemma3ForConditionalGeneration`, as which most of Gemma 3 is published. Deviations: none.
 """
 
 from collections.abc import Callable
@@ -194,7 +195,7 @@ class Gemma(eqx.Module):
             return block(x, mask=mask, rotary=rotary, scale=scale, key=key), None
 
         keys = None if key is None else jax.random.split(key, self.config.depth)
-        return self.norm(self.blocks.scan(step, self._embedded(tokens), (self._is_local, keys))[0])
+        return self.norm(self.blocks.scan(step, self._embedded(tokens), (jnp.asarray(self._is_local), keys))[0])
 
     @typed
     def __call__(
@@ -226,24 +227,23 @@ class Gemma(eqx.Module):
 
         def look(kind: Kind, number: Array) -> Look:
             """How the layer that is the `number`th of its kind attends."""
+            window = config.window if kind == "local" else None
+            attend = partial(nn.attend_cached, position=position, window=window, scale=self._scale)
             held = lambda: jax.tree.map(lambda array: array[number], cache.layers[kind])
-            options = {"window": config.window if kind == "local" else None, "scale": self._scale}
-            attend = partial(nn.attend_cached, position=position, cap=config.attention_cap, **options)
-            return lambda query, new: attend(query, new, held())
+            return lambda query, new: attend(query, new, held(), cap=config.attention_cap)
 
         def step(block: Block, x: Array, layer: tuple[Array, Array]) -> tuple[Array, nn.KVCache]:
-            is_local, number = layer
+            of_window, number = layer
             looks = {kind: look(kind, number) for kind in cache.layers}
-            either = lambda query, new: jax.lax.cond(is_local, looks["local"], looks["global"], query, new)
-            rotary = jnp.where(is_local, angles["local"], angles["global"])
+            either = lambda query, new: jax.lax.cond(of_window, looks["local"], looks["global"], query, new)
+            rotary = jnp.where(of_window, angles["local"], angles["global"])
             return block.extend(x, either if len(looks) == 2 else looks[config.kinds[0]], rotary)
 
-        of_kind = {kind: np.flatnonzero([each == kind for each in config.kinds]) for kind in cache.layers}
-        numbers = np.zeros(config.depth, np.int32)
-        for layers in of_kind.values():
-            numbers[layers] = np.arange(len(layers))
-        x, new = self.blocks.scan(step, self._embedded(tokens), (self._is_local, jnp.asarray(numbers)))
-        new = {kind: jax.tree.map(lambda array, layers=layers: array[layers], new) for kind, layers in of_kind.items()}
+        is_local = self._is_local
+        numbers = np.where(is_local, np.cumsum(is_local), np.cumsum(~is_local)) - 1
+        x, new = self.blocks.scan(step, self._embedded(tokens), (jnp.asarray(is_local), jnp.asarray(numbers)))
+        of_kind = {"local": np.flatnonzero(is_local), "global": np.flatnonzero(~is_local)}
+        new = {kind: jax.tree.map(lambda array, of=of_kind[kind]: array[of], new) for kind in cache.layers}
         return self.norm(x), cache.extend(new, length, count)
 
     def _embedded(self, tokens: Int[Array, " tokens"]) -> Float[Array, "tokens dim"]:
@@ -256,8 +256,8 @@ class Gemma(eqx.Module):
         return {kind: each.angles(positions, config.dim_head, length) for kind, each in rotary.items()}
 
     @property
-    def _is_local(self) -> Bool[Array, " depth"]:
-        return jnp.asarray([kind == "local" for kind in self.config.kinds])
+    def _is_local(self) -> Bool[np.ndarray, " depth"]:
+        return np.array([kind == "local" for kind in self.config.kinds])
 
     @property
     def _scale(self) -> float:
@@ -356,6 +356,10 @@ FAMILY = Family(
             architecture="Gemma3ForCausalLM",
             base="gemma-3-4b",
         ),
+        "transformers_gemma3_whole": Upstream(
+            upstream.GEMMA3_WHOLE, upstream.GEMMA3_WHOLE_OPTIONS, model_type="gemma3", base="gemma-3-4b"
+        ),
+        "transformers_gemma3_whole_5": Upstream(upstream.GEMMA3_WHOLE_5),
     },
     sharding=upstream.SHARDING,
     adapters={},

@@ -65,6 +65,7 @@ class Mixer(eqx.Module):
     conv: nn.CausalConv1d
     x_proj: nn.Linear
     dt_proj: nn.Linear
+    dt_bias: Float[Array, " inner"]
     A_log: Float[Array, "inner state"]
     D: Float[Array, " inner"]
     out_proj: nn.Linear
@@ -91,8 +92,8 @@ class Mixer(eqx.Module):
         self.conv = nn.CausalConv1d(inner, kernel, use_bias=use_conv_bias, init=init_conv, key=key_conv)
         self.x_proj = nn.Linear(inner, time_step_rank + 2 * state, use_bias=False, init=init, key=key_x)
         init_dt = partial(uniform, bound=1 / sqrt(time_step_rank))
-        dt_proj = nn.Linear(time_step_rank, inner, init=init_dt, key=key_dt)
-        self.dt_proj = eqx.tree_at(lambda layer: layer.bias, dt_proj, time_step_bias(key_bias, inner))
+        self.dt_proj = nn.Linear(time_step_rank, inner, use_bias=False, init=init_dt, key=key_dt)
+        self.dt_bias = time_step_bias(key_bias, inner)
         self.A_log = jnp.asarray(np.tile(np.log(np.arange(1, state + 1)), (inner, 1)), jnp.float32)
         self.D = jnp.ones(inner, jnp.float32)
         init_out = partial(uniform, bound=1 / sqrt(inner))
@@ -106,7 +107,7 @@ class Mixer(eqx.Module):
         u, inputs = self.conv(self.in_proj(x), before.inputs, count=count)
         u = nn.activation(self.activation)(u)
         dt, B, C = jnp.split(self.x_proj(u), (rank, rank + state), axis=-1)
-        dt = jax.nn.softplus(at_least_float32(self.dt_proj(dt)))
+        dt = jax.nn.softplus(at_least_float32(self.dt_proj(dt)) + self.dt_bias)
         if count is not None:  # the state stands still where no time passes
             dt = jnp.where(jnp.arange(len(dt))[:, None] < count, dt, 0)
         u, B, C = at_least_float32(u), at_least_float32(B), at_least_float32(C)
@@ -264,7 +265,9 @@ _BLOCK = (
     Rule(r"norm\.weight", "norm.weight"),
     Rule(r"mixer\.in_proj\.(weight|bias)", ("mixer.in_proj.{0}", "mixer.gate.{0}"), SPLIT),
     Rule(r"mixer\.conv1d\.(weight|bias)", "mixer.conv.{0}"),
-    Rule(r"mixer\.(x_proj|dt_proj|out_proj)\.(weight|bias)", "mixer.{0}.{1}"),
+    Rule(r"mixer\.(x_proj|dt_proj|out_proj)\.weight", "mixer.{0}.weight"),
+    Rule(r"mixer\.out_proj\.bias", "mixer.out_proj.bias"),
+    Rule(r"mixer\.dt_proj\.bias", "mixer.dt_bias"),
     Rule(r"mixer\.(A_log|D)", "mixer.{0}"),
 )
 
@@ -297,7 +300,7 @@ SHARDING = (
     (r"(embedding|head)\.weight", P(None, ("model", "fsdp"))),
     (r".*mixer\.(in_proj|gate|dt_proj)\.weight", P("model", "fsdp")),
     (r".*mixer\.(x_proj|out_proj)\.weight", P("fsdp", "model")),
-    (r".*mixer\.((in_proj|gate|dt_proj|conv)\.bias|conv\.weight|A_log|D)", P("model")),
+    (r".*mixer\.((in_proj|gate|conv)\.bias|conv\.weight|dt_bias|A_log|D)", P("model")),
 )
 
 FAMILY = Family(

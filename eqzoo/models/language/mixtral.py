@@ -239,7 +239,7 @@ class Mixtral(eqx.Module):
 
     def _scan(self, step: Callable[[Block, Any, Any], tuple[Any, Any]], x: Array, each: Any) -> tuple[Array, Any]:
         """`x, y = step(block, x, each[layer])` for each layer in turn; each `y` but None is stacked."""
-        if isinstance(self.blocks, nn.Stack):
+        if not isinstance(self.blocks, tuple):
             return self.blocks.scan(step, x, each)
         ys = []
         for layer, block in enumerate(self.blocks):

@@ -170,6 +170,24 @@ def test_padding_leaves_no_trace(subject):
     assert eqx.tree_equal(cache1, cache2)
 
 
+@eqx.filter_jit
+def extend_each(model: Any, tokens: jax.Array, caches: Any, counts: jax.Array) -> tuple[jax.Array, Any]:
+    return jax.vmap(lambda tokens, cache, count: model.extend(tokens, cache, count=count))(tokens, caches, counts)
+
+
+def test_each_example_of_a_batch_has_its_own_position(subject):
+    """Prompts of 3 and 9 tokens, then one more of each."""
+    model, counts = subject.model, jnp.array([3, 9], jnp.int32)
+    caches = jax.vmap(lambda _: model.empty_cache(16))(counts)
+    first, caches = extend_each(model, jnp.stack([TOKENS[:9]] * 2), caches, counts)
+    then, caches = extend_each(model, TOKENS[counts][:, None], caches, jnp.ones(2, jnp.int32))
+    expected = np.asarray(hidden(model, TOKENS))
+    for example, count in enumerate((3, 9)):
+        states = jnp.concatenate([first[example, :count], then[example]])
+        assert_close(states, expected[: count + 1], 1e-5)
+    assert caches.position.tolist() == [4, 10]
+
+
 def test_logits_are_upstreams(subject):
     model = subject.model
     ours = to_logits(model, hidden(model, TOKENS))

@@ -19,6 +19,7 @@ from eqzoo.models.language import _gemma_upstream as naming
 from eqzoo.models.language.gemma import FAMILY, VARIANTS, Gemma, GemmaConfig
 from tests.decoders import (
     TOKENS,
+    assert_every_sharding_rule_is_of_use,
     assert_same_logits,
     assert_same_logits_and_gradients,
     assert_upstream_reads_the_export,
@@ -26,7 +27,7 @@ from tests.decoders import (
     predict,
     tiny_model,
 )
-from tests.parity import assert_close, assert_names_and_shapes, number_of_parameters
+from tests.parity import assert_close, assert_names_and_shapes, from_torch, number_of_parameters, randomise
 
 CONFIGS = {1: transformers.GemmaConfig, 2: transformers.Gemma2Config, 3: transformers.Gemma3TextConfig}
 MODELS = {1: transformers.GemmaForCausalLM, 2: transformers.Gemma2ForCausalLM, 3: transformers.Gemma3ForCausalLM}
@@ -81,9 +82,9 @@ def tiny(option: str, **more: Any) -> Any:
     return tiny_model(CONFIGS[version](**TINY | options | more))
 
 
-def published(name: str) -> transformers.PretrainedConfig:
+def published(config: GemmaConfig) -> transformers.PretrainedConfig:
     """Upstream's config, whose defaults say the rest."""
-    config, version = VARIANTS[name], int(name.split("-")[1]) if name.count("-") == 2 else 1
+    version = 3 if config.qk_norm else 2 if config.post_norms else 1
     options: dict[str, Any] = {
         "vocab_size": config.vocab,
         "hidden_size": config.dim,
@@ -103,7 +104,7 @@ def published(name: str) -> transformers.PretrainedConfig:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_has_upstreams_names_shapes_size_and_config(name):
-    stated = published(name)
+    stated = published(VARIANTS[name])
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(stated)
     tensors = {key: each for key, each in model.state_dict().items() if key != "lm_head.weight"}  # which is tied
@@ -174,6 +175,26 @@ def test_configs_of_transformers_4(saved):
     assert eqx.tree_equal(eqzoo.load(saved(upstream, old)), new)
 
 
+def test_the_text_part_of_a_model_that_sees_images_too(tmp_path, saved):
+    """From its folder as published, where little is stated; and from torch's file of what is in memory."""
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 7, "sliding_window": 5, "vocab_size": 61}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    text = {**sizes, "rope_scaling": scaling, "pad_token_id": None}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    upstream = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager")
+    upstream = randomise(upstream.eval(), 0)
+
+    stated = {"model_type": "gemma3_text", "rope_scaling": scaling, **sizes}
+    folder = saved(upstream, {"text_config": stated})
+    model = eqzoo.load(folder)
+    assert_same_logits(model, upstream)
+    (folder / "model.safetensors").unlink()
+    torch.save(upstream.state_dict(), folder / "pytorch_model.bin")
+    assert eqx.tree_equal(eqzoo.load(folder), model)
+
+
 def test_the_first_gemmas_gelu_is_the_approximation(saved):
     """Which the published files call `gelu`."""
     upstream = tiny("1")
@@ -237,3 +258,18 @@ def test_a_pattern_of_unknown_kinds_and_no_tokens_are_refused():
         replace(config, pattern=())
     with pytest.raises(ValueError, match="Gemma: tokens is empty; pass at least one"):
         eqx.filter_jit(Gemma)(config, key=jax.random.key(0))(jnp.zeros(0, jnp.int32))
+
+
+def test_every_sharding_rule_is_of_use():
+    config = replace(VARIANTS["gemma-3-270m"], attention_bias=True, tied_head=False)
+    assert_every_sharding_rule_is_of_use(FAMILY, config)
+
+
+def test_gemma_3_at_its_real_size():
+    """But for the vocabulary, which would be two thirds of it."""
+    config = replace(VARIANTS["gemma-3-270m"], vocab=1000)
+    upstream = tiny_model(published(config))
+    tokens = np.random.default_rng(1).integers(0, config.vocab, (1, 24))
+    with torch.no_grad():
+        theirs = upstream(torch.from_numpy(tokens)).logits
+    assert_close(predict(from_torch((FAMILY, config), upstream)[0], jnp.asarray(tokens)), theirs, 1e-4)

@@ -16,8 +16,10 @@ import transformers
 import eqzoo
 from eqzoo._describe import from_config_json
 from eqzoo.checkpoint import CheckpointError
-from eqzoo.models.language.gpt_neox import FAMILY, OPTIONS, TRANSFORMERS_5, VARIANTS, GPTNeoX, GPTNeoXConfig
+from eqzoo.models.language._gpt_neox_upstream import OPTIONS, TRANSFORMERS_5
+from eqzoo.models.language.gpt_neox import FAMILY, VARIANTS, GPTNeoX, GPTNeoXConfig
 from tests.decoders import (
+    assert_every_sharding_rule_is_of_use,
     assert_same_logits,
     assert_same_logits_and_gradients,
     assert_upstream_reads_the_export,
@@ -25,7 +27,7 @@ from tests.decoders import (
     predict,
     tiny_model,
 )
-from tests.parity import assert_names_and_shapes, number_of_parameters
+from tests.parity import assert_close, assert_names_and_shapes, from_torch, number_of_parameters
 
 TINY: dict[str, Any] = {"vocab_size": 61, "max_position_embeddings": 32, "hidden_size": 24, "num_hidden_layers": 3}
 TINY |= {"num_attention_heads": 2, "intermediate_size": 40, "rotary_pct": 0.5}
@@ -195,3 +197,15 @@ def test_no_tokens_are_refused():
     model = eqx.filter_jit(GPTNeoX)(GPTNeoXConfig(dim=16, depth=1, heads=2, hidden=8, vocab=9), key=jax.random.key(0))
     with pytest.raises(ValueError, match="GPTNeoX: tokens is empty; pass at least one"):
         predict(model, jnp.zeros((1, 0), jnp.int32))
+
+
+def test_every_sharding_rule_is_of_use():
+    assert_every_sharding_rule_is_of_use(FAMILY, VARIANTS["pythia-70m"])
+
+
+def test_pythia_at_its_real_size():
+    upstream = tiny_model(published(VARIANTS["pythia-70m"]))
+    tokens = np.random.default_rng(1).integers(0, 50304, (1, 24))
+    with torch.no_grad():
+        theirs = upstream(torch.from_numpy(tokens)).logits
+    assert_close(predict(from_torch("pythia-70m", upstream)[0], jnp.asarray(tokens)), theirs, 1e-4)

@@ -207,6 +207,15 @@ def test_a_scan_is_the_definition_and_so_are_its_derivatives(scan, tokens):
             assert_close(own, np.asarray(other), 1e-10)
 
 
+def test_other_devices_have_a_program_too():
+    """What runs on these isn't what runs on a CPU; here it is only compiled."""
+    loss = lambda arguments: sum(jnp.sum(jnp.sin(out)) for out in mamba.selective_scan(*arguments))
+    exported = jax.export.export(jax.jit(jax.grad(loss)), platforms=["cpu", "cuda", "tpu"])(_scan_arguments(100))
+    ours = jax.jit(exported.call)(_scan_arguments(100))
+    for own, other in zip(ours, jax.jit(jax.grad(loss))(_scan_arguments(100)), strict=True):
+        assert_close(own, np.asarray(other), 1e-5)
+
+
 def test_a_gradient_keeps_no_state_of_every_token():
     """Of 64 tokens at a time, and of what the layers' products gave."""
     config = MambaConfig(dim=32, depth=4, vocab=61, state=64)

@@ -1,8 +1,6 @@
 """Mixtral and Qwen3-MoE against transformers."""
 
-import functools
 import json
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +14,12 @@ import transformers
 
 import eqzoo
 from eqzoo._describe import from_config_json
-from eqzoo._model import _skeleton
 from eqzoo.checkpoint import CheckpointError
 from eqzoo.models.language import _mixtral_upstream as naming
 from eqzoo.models.language.mixtral import FAMILY, VARIANTS, Mixtral, MixtralConfig
-from eqzoo.tree import leaves_with_paths
 from tests.decoders import (
     TOKENS,
+    assert_every_sharding_rule_is_of_use,
     assert_same_logits,
     assert_same_logits_and_gradients,
     assert_upstream_reads_the_export,
@@ -84,7 +81,8 @@ def published(config: MixtralConfig) -> transformers.PretrainedConfig:
     if not config.qk_norm:
         return transformers.MixtralConfig(intermediate_size=config.hidden, **options)
     options |= {"intermediate_size": config.dense_hidden, "moe_intermediate_size": config.hidden}
-    return transformers.Qwen3MoeConfig(**options, head_dim=config.dim_head, norm_topk_prob=True)
+    options |= {"head_dim": config.dim_head, "norm_topk_prob": True}
+    return transformers.AutoConfig.for_model("qwen3_moe", **options)
 
 
 def of_each_expert(tensors: dict[str, torch.Tensor], mixtral: bool) -> dict[str, torch.Tensor]:
@@ -224,6 +222,25 @@ def test_what_the_zoo_does_not_have_is_refused_by_name(option, changes, message,
         eqzoo.load(saved(tiny(option), changes))
 
 
+def test_a_single_token_copies_no_experts():
+    """Beyond the one at hand, out of 16 in each of 4 layers."""
+    config = MixtralConfig(dim=32, depth=4, heads=2, kv_heads=1, hidden=64, experts=16, vocab=9)
+    model = eqx.filter_jit(Mixtral)(config, key=jax.random.key(0))
+    step: Any = eqx.filter_jit(lambda model, cache: model.extend(jnp.zeros(1, jnp.int32), cache))
+    memory = step.lower(model, model.empty_cache(4)).compile().compiled.memory_analysis()
+    expert = 3 * 32 * 64 * 4
+    assert memory.temp_size_in_bytes < 4 * expert
+
+
+@pytest.mark.parametrize("option", ["mixtral", "qwen3 dense"])
+def test_blocks_taken_apart_compute_the_same(option, saved):
+    model = eqzoo.load(saved(tiny(option)))
+    apart = eqzoo.nn.unstack(model)
+    assert_close(predict(apart, jnp.asarray(TOKENS)), np.asarray(predict(model, jnp.asarray(TOKENS))), 1e-5)
+    step = eqx.filter_jit(lambda model: model.extend(jnp.array([3]), model.empty_cache(4))[0])
+    assert_close(step(apart), np.asarray(step(model)), 1e-5)
+
+
 CONFIG = MixtralConfig(dim=8, depth=2, heads=2, kv_heads=1, hidden=8, experts=3, vocab=9)
 
 
@@ -238,6 +255,4 @@ def test_wrong_configs_and_no_tokens_are_refused():
 
 def test_every_sharding_rule_is_of_use():
     config = replace(CONFIG, dense_layers=(1,), dense_hidden=8, attention_bias=True)
-    paths = [path for path, _ in leaves_with_paths(_skeleton(functools.partial(Mixtral, config))[0])]
-    for pattern, _ in naming.SHARDING:
-        assert any(re.fullmatch(pattern, path) for path in paths), pattern
+    assert_every_sharding_rule_is_of_use(FAMILY, config)

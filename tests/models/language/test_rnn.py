@@ -222,6 +222,8 @@ def test_mistakes_are_refused():
         predict(created(TINY), jnp.zeros((1, 0), jnp.int32))
     with pytest.raises(ValueError, match="export: timm has no RNN; use format='torch'"):
         eqzoo.export("lm.pth", created(TINY), format="timm")
+    with pytest.raises(ValueError, match="export: torch has no folders; let lm end in .pth or .safetensors"):
+        eqzoo.export("lm", created(TINY), format="torch")
 
 
 def test_every_sharding_rule_is_of_use():
