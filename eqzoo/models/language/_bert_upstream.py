@@ -1,5 +1,6 @@
 """How transformers writes BERT, RoBERTa, XLM-R and DistilBERT down."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -239,3 +240,11 @@ DISTILBERT_OPTIONS = Options(
     prepare=_prepare_distilbert,
     restore=_restore_distilbert,
 )
+
+
+def of_body(options: Options) -> Options:
+    """Those of a model without a head, which alone is stored without a prefix."""
+    heads = options.table["architectures"]
+    assert isinstance(heads, Option)
+    bare = {architecture: head for architecture, head in heads.values.items() if head is None}
+    return replace(options, table={**options.table, "architectures": Option("head", bare)})

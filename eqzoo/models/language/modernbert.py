@@ -6,7 +6,7 @@ what an MLP puts out too, the head of masked language models is tied, and rotary
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from eqzoo import nn
 from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint.adapt import new_head
-from eqzoo.models._family import Family, Upstream
+from eqzoo.models._family import Family, Option, Upstream
 from eqzoo.models.language._modernbert_upstream import OPTIONS, TRANSFORMERS, TRANSFORMERS_BODY
 from eqzoo.nn._init import normal
 
@@ -289,6 +289,15 @@ FAMILY = Family(
     ModernBertConfig,
     VARIANTS,
     upstreams={
+        # First, so that it is written without a prefix; the last of a `model_type` reads every config.json.
+        "transformers_body": Upstream(
+            TRANSFORMERS_BODY,
+            replace(OPTIONS, table={**OPTIONS.table, "architectures": Option("head", {"ModernBertModel": None})}),
+            names=("*",),
+            model_type="modernbert",
+            architecture="ModernBertModel",
+            base="ModernBERT-base",
+        ),
         "transformers": Upstream(
             TRANSFORMERS,
             OPTIONS,
@@ -297,7 +306,6 @@ FAMILY = Family(
             architecture="ModernBertForMaskedLM",
             base="ModernBERT-base",
         ),
-        "transformers_body": Upstream(TRANSFORMERS_BODY),
     },
     sharding=SHARDING,
     adapters={"num_classes": new_head},

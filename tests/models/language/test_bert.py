@@ -13,7 +13,7 @@ import transformers
 
 import eqzoo
 from eqzoo._describe import from_config_json
-from eqzoo.checkpoint import CheckpointError
+from eqzoo.checkpoint import CheckpointError, open_checkpoint
 from eqzoo.models.language.bert import FAMILY, VARIANTS, Bert, BertConfig
 from tests.parity import (
     assert_close,
@@ -31,7 +31,8 @@ HEADS = {
     "question_answering": "ForQuestionAnswering",
     None: "Model",
 }
-LIBRARIES = ("Bert", "Roberta", "XLMRoberta", "DistilBert")
+KINDS = {"Bert": "bert", "Roberta": "roberta", "XLMRoberta": "xlm-roberta", "DistilBert": "distilbert"}
+LIBRARIES = tuple(KINDS)
 PAD = 3
 LENGTHS = (16, 9, 1)  # of the three texts in the batch
 
@@ -119,8 +120,8 @@ def assert_same(model: Any, upstream: Any, *, types: bool = False) -> None:
 
 def upstream_rules(library: str, head: str | None) -> Any:
     if head is None:
-        return FAMILY.rules["transformers_distilbert_body" if library == "DistilBert" else "transformers_bert_body"]
-    return FAMILY.rules[f"transformers_{'roberta' if 'Roberta' in library else library.lower()}"]
+        return FAMILY.rules[f"transformers_{KINDS[library]}_body"]
+    return FAMILY.rules[f"transformers_{KINDS[library]}"]
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -268,6 +269,7 @@ def test_folders_load_and_transformers_reads_what_is_exported(library, head, tmp
     assert not any(report.values())
     state = upstream.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in back.state_dict().items())
+    assert set(open_checkpoint(tmp_path / "ours")[0]) <= set(state)  # a body's names have no prefix
     with torch.no_grad():
         assert_close(theirs(back.eval()).numpy(), theirs(upstream), 1e-6)
     assert eqx.tree_equal(eqzoo.load(tmp_path / "ours"), model)
@@ -292,7 +294,7 @@ def test_old_files_names_and_leftovers(tmp_path):
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_config_json_of_either_generation(library):
     """`dtype` or `torch_dtype`; labels counted or named; and what is not stated is transformers' default."""
-    kind = {"Bert": "bert", "Roberta": "roberta", "XLMRoberta": "xlm-roberta", "DistilBert": "distilbert"}[library]
+    kind = KINDS[library]
     config = getattr(transformers, f"{library}Config")()
     stated = {**config.to_dict(), "architectures": [f"{library}Model"]}
     bare = from_config_json({"model_type": kind, "vocab_size": config.vocab_size}).config
