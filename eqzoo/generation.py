@@ -33,10 +33,15 @@ class Sampling:
     """
 
     temperature: float = 0.0
+    """0 takes the likeliest token; 1 draws one as often as the model expects it."""
     top_k: int | None = None
+    """Draw from this many of the likeliest tokens."""
     top_p: float | None = None
+    """Draw from the fewest tokens that are this probable together."""
     min_p: float | None = None
+    """Draw from the tokens that are this many times as likely as the likeliest."""
     repetition_penalty: float | None = None
+    """Above 1, tokens that occurred already become less likely."""
 
     def __post_init__(self):
         _check("temperature", self.temperature, self.temperature >= 0, "at least 0; 0 takes the likeliest token")

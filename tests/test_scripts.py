@@ -59,7 +59,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path):
     assert weights[0] == weights[1] != weights[2]
 
 
-@pytest.mark.parametrize("script", ["train_classifier", "train_lm", "finetune", "evaluate", "predict"])
+@pytest.mark.parametrize("script", ["train_classifier", "train_lm", "finetune", "evaluate", "predict", "generate"])
 def test_help_explains_every_option(script):
     out = run(f"scripts/{script}.py", "--help", COLUMNS="200")
     assert "```" not in out

@@ -68,7 +68,9 @@ from eqzoo.nn.scale import SqueezeExcite as SqueezeExcite
 from eqzoo.nn.scale import round_channels as round_channels
 from eqzoo.nn.stack import Stack as Stack
 from eqzoo.nn.stack import Stage as Stage
+from eqzoo.nn.stack import Unstacked as Unstacked
 from eqzoo.nn.stack import scan_options as scan_options
+from eqzoo.nn.stack import unstack as unstack
 from eqzoo.nn.transformer import TransformerBlock as TransformerBlock
 from eqzoo.nn.window import ContinuousBias as ContinuousBias
 from eqzoo.nn.window import CosineWindowAttention as CosineWindowAttention

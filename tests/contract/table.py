@@ -121,6 +121,43 @@ ROWS = (
         vanishing=r".*attention\.key\.bias",  # as above
     ),
     Row(
+        model=eqzoo.GPTNeoX,
+        config=eqzoo.GPTNeoXConfig(
+            dim=16,
+            depth=3,
+            heads=2,
+            hidden=24,
+            vocab=40,
+            rotary=eqzoo.nn.Rotary(partial=0.5),
+            attention_dropout=0.1,
+            residual_dropout=0.1,
+        ),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.head(hidden),
+    ),
+    Row(
+        model=eqzoo.Llama,
+        config=eqzoo.LlamaConfig(
+            dim=16,
+            depth=3,
+            heads=4,
+            hidden=24,
+            vocab=40,
+            context=12,
+            kv_heads=2,
+            window=4,
+            attention_bias="all",
+            mlp_bias=True,
+            qk_norm="head",
+            embedding_scale=2.0,
+            residual_scale=0.5,
+            attention_dropout=0.1,
+            residual_dropout=0.1,
+        ),
+        example=_tokens(10, 40),
+        read_out=lambda model, hidden: model.logits(hidden),
+    ),
+    Row(
         model=eqzoo.Bert,
         config=eqzoo.BertConfig(
             dim=16, depth=3, heads=2, hidden=24, vocab=40, context=12, head="classifier", num_classes=8

@@ -8,6 +8,8 @@ import pytest
 import timm
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.masking_utils import sliding_window_overlay
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from eqzoo import nn
 from tests.parity import array, assert_close
@@ -151,6 +153,37 @@ def test_causal_mask_lets_a_token_see_itself_and_the_past():
     np.testing.assert_array_equal(nn.causal_mask(3)[0], [[1, 0, 0], [1, 1, 0], [1, 1, 1]])
 
 
+def test_a_window_counts_the_token_itself_as_upstreams_does():
+    expected = np.array([[sliding_window_overlay(2)(0, 0, q, k) and k <= q for k in range(5)] for q in range(5)])
+    np.testing.assert_array_equal(nn.causal_mask(5, 2)[0], expected)
+    np.testing.assert_array_equal(jax.jit(lambda window: nn.causal_mask(5, window))(2)[0], expected)
+    np.testing.assert_array_equal(nn.causal_mask(5, 5), nn.causal_mask(5))
+
+
+def test_a_cap_is_gemmas():
+    module = torch.nn.Module().eval()
+    module.num_key_value_groups = 1
+    q, k, v = (4 * torch.randn(1, 3, TOKENS, 8) for _ in range(3))
+    there, _ = eager_attention_forward(module, q, k, v, None, scaling=0.5, softcap=3.0)
+    here = nn.attend(*(array(each[0]) for each in (q, k, v)), scale=0.5, cap=3.0)
+    assert_close(here, there[0].transpose(0, 1))
+    assert jnp.max(jnp.abs(here - nn.attend(*(array(each[0]) for each in (q, k, v)), scale=0.5))) > 0.1
+
+
+@pytest.mark.parametrize(("window", "places"), [(None, 9), (3, 9), (3, 4), (3, 3)])
+def test_the_mask_of_a_cache_is_the_causal_one_wherever_tokens_lie(window, places):
+    for position in range(8):
+        cache = nn.KVCache.empty(1, 1, places, 1, dtype=jnp.float32)
+        held = np.asarray(cache.positions(jnp.int32(position)))
+        mask = np.asarray(nn.cached_mask(cache, jnp.int32(position), 2, window))[0]
+        for token in range(2):
+            seen = [int(p) for p in [*held, position, position + 1] if p >= 0]
+            allowed = {int(p) for p, can in zip([*held, position, position + 1], mask[token], strict=True) if can}
+            first = 0 if window is None else position + token - window + 1
+            assert allowed == set(range(max(first, 0), position + token + 1))
+            assert allowed <= {*seen}
+
+
 def test_heads_split_as_torch_reshapes_them_and_merge_back():
     x = jnp.arange(5 * 12.0).reshape(5, 12)
     heads = nn.split_heads(x, 3)
@@ -236,6 +269,18 @@ def test_attention_turns_queries_and_keys_by_the_rotary_angles():
     expected = here.out(nn.merge_heads(nn.attend(query, key, nn.split_heads(here.value(x), 1), scale=0.9)))
     assert_close(here(x, rotary=angles, scale=0.9), expected)
     assert jnp.max(jnp.abs(here(x) - expected)) > 0.01
+
+
+def test_norms_of_the_whole_projection_come_before_heads_are_split():
+    options = {"kv_heads": 1, "qk_norm": nn.RMSNorm, "qk_norm_eps": 0.1}
+    here = nn.Attention(12, 3, qk_norm_whole=True, key=jax.random.key(0), **options)
+    assert (here.query_norm.weight.shape, here.key_norm.weight.shape) == ((12,), (4,))
+    x = jax.random.normal(jax.random.key(1), (TOKENS, 12)) * 3
+    query = nn.split_heads(here.query_norm(here.query(x)), 3)
+    key, value = nn.split_heads(here.key_norm(here.key(x)), 1), nn.split_heads(here.value(x), 1)
+    assert_close(here(x), here.out(nn.merge_heads(nn.attend(query, key, value))))
+    by_head = nn.Attention(12, 3, key=jax.random.key(0), **options)
+    assert jnp.max(jnp.abs(by_head(x) - here(x))) > 1e-3
 
 
 def test_attention_with_dropout_needs_a_key_and_draws_two_independent_masks():

@@ -15,7 +15,7 @@ from tests.parity import array, assert_close
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
-@pytest.mark.parametrize("axes", [(), (5,), (2, 3)])
+@pytest.mark.parametrize("axes", [(), (1,), (1, 1), (5,), (2, 3)])
 def test_linear_is_torchs_in_value_and_gradient(use_bias, axes):
     torch.manual_seed(0)
     there = torch.nn.Linear(7, 4, bias=use_bias)
@@ -35,6 +35,13 @@ def test_linear_is_torchs_in_value_and_gradient(use_bias, axes):
     assert_close(gradient.weight, there.weight.grad)
     if use_bias:
         assert_close(gradient.bias, there.bias.grad)
+
+
+@pytest.mark.parametrize("axes", [(), (1,), (5,)])
+def test_the_scores_of_an_embedding_are_its_product_with_each_vector(axes):
+    embedding = nn.Embedding(9, 4, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (*axes, 4))
+    assert_close(embedding.scores(x), np.einsum("...d,td->...t", x, embedding.weight))
 
 
 def test_linear_starts_as_torchs_does_or_from_init_and_a_zero_bias():

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import eqzoo
-from eqzoo import generation
+from eqzoo import generation, nn
 from tests.parity import assert_close, randomise
 
 VOCAB = 61
@@ -33,6 +33,12 @@ class Row(NamedTuple):
     numbers: Callable[[int], int]
     seed: int = 0
     embedding: Callable[[Any], Any] = lambda model: model.embedding.weight
+
+
+def llama_like(kind: str, **options: Any) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "max_position_embeddings": 96}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.AutoConfig.for_model(kind, **sizes, **NO_ENDS, **options)
 
 
 ROWS = (
@@ -62,6 +68,24 @@ ROWS = (
         "gemma3",
         lambda: transformers.Gemma3TextConfig(**_GEMMA, num_hidden_layers=8, sliding_window=6, query_pre_attn_scalar=8),
         lambda length: 2 * (7 * min(length, 6) + length) * 2 * 8,
+    ),
+    *(
+        Row(name, lambda kind=kind, options=options: llama_like(kind, **options), numbers)
+        for name, kind, options, numbers in (
+            ("llama", "llama", {}, lambda length: 2 * 3 * length * 2 * 8),
+            ("mistral", "mistral", {"sliding_window": 6}, lambda length: 2 * 3 * min(length, 6) * 2 * 8),
+            ("qwen2", "qwen2", {"tie_word_embeddings": True}, lambda length: 2 * 3 * length * 2 * 8),
+            (
+                "qwen3",
+                "qwen3",
+                {"head_dim": 12, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+                lambda length: 2 * 3 * length * 2 * 12,
+            ),
+            ("smollm3", "smollm3", {"no_rope_layer_interval": 2}, lambda length: 2 * 3 * length * 2 * 8),
+            ("phi3", "phi3", {"sliding_window": 9}, lambda length: 2 * 3 * min(length, 9) * 2 * 8),
+            ("olmo2", "olmo2", {}, lambda length: 2 * 3 * length * 2 * 8),
+            ("granite", "granite", {"residual_multiplier": 0.5}, lambda length: 2 * 3 * length * 2 * 8),
+        )
     ),
 )
 
@@ -137,6 +161,12 @@ def test_greedy_generation_is_upstreams(subject):
             options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
             theirs = subject.upstream.generate(ids, max_new_tokens=64, **options)
         assert found.tokens == theirs[0, len(prompt) :].tolist()
+
+
+def test_the_stack_can_be_taken_apart(subject):
+    chunk = lambda model: model.extend(TOKENS[:5], model.empty_cache(24), count=jnp.int32(3))
+    stacked = eqx.filter_eval_shape(chunk, subject.model)
+    assert eqx.filter_eval_shape(chunk, eqx.filter_eval_shape(nn.unstack, subject.model)) == stacked
 
 
 @eqx.filter_jit
