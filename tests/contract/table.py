@@ -190,21 +190,6 @@ ROWS = (
         read_out=lambda model, hidden: model.logits(hidden),
     ),
     Row(
-        model=eqzoo.GPTNeoX,
-        config=eqzoo.GPTNeoXConfig(
-            dim=16,
-            depth=3,
-            heads=2,
-            hidden=24,
-            vocab=40,
-            rotary=eqzoo.nn.Rotary(partial=0.5),
-            attention_dropout=0.1,
-            residual_dropout=0.1,
-        ),
-        example=_tokens(10, 40),
-        read_out=lambda model, hidden: model.head(hidden),
-    ),
-    Row(
         model=eqzoo.Gemma,
         config=eqzoo.GemmaConfig(
             dim=16,
