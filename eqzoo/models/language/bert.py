@@ -26,6 +26,7 @@ from eqzoo.models.language._bert_upstream import (
     BERT,
     BERT_BODY,
     BERT_OPTIONS,
+    CLASSIFIERS,
     DISTILBERT,
     DISTILBERT_BODY,
     DISTILBERT_OPTIONS,
@@ -65,13 +66,18 @@ class BertConfig:
     norm_eps: float = 1e-12
     head: Literal["masked_lm", "classifier", "token_classifier", "question_answering"] | None = "masked_lm"
     pooler: bool = False
-    num_classes: int = 2
+    num_classes: int = 0
     dropout: float = 0.1
     attention_dropout: float = 0.1
     head_dropout: float = 0.1
 
     def __post_init__(self):
         check_choices(self)
+        if self.num_classes and self.head not in CLASSIFIERS:
+            raise ValueError(
+                f"num_classes={self.num_classes} means nothing to head={self.head!r}; choose the head "
+                f"{' or '.join(map(repr, CLASSIFIERS))}, or 0 classes"
+            )
         if self.dim % self.heads:
             raise ValueError(f"dim={self.dim} is not a multiple of heads={self.heads}; choose heads that divide dim")
         if (self.style == "distilbert") != (self.token_types == 0):

@@ -326,6 +326,15 @@ def test_a_new_head_for_other_classes(saved):
         found = predict(model, {name: array for name, array in arrays(types=False).items() if name != "weights"})
         assert found.shape[-1] == 5
         assert not found.any()
+    with pytest.raises(ValueError, match="num_classes=5 means nothing to head='masked_lm'; choose the head 'class"):
+        eqzoo.load(saved(tiny("Bert")), num_classes=5)
+
+
+def test_a_classifier_without_classes_gives_what_it_would_see(tmp_path, saved):
+    model = eqzoo.load(saved(tiny("Roberta", "classifier")), num_classes=0)
+    assert model(jnp.asarray(BATCH["tokens"][0])).shape == (24,)
+    with pytest.raises(ValueError, match="upstream has no RobertaForSequenceClassification without classes"):
+        eqzoo.export(tmp_path / "ours", model, format="transformers")
 
 
 def test_mistakes():
@@ -346,7 +355,16 @@ def test_each_dropout_needs_a_key_and_changes_the_output(style, rate):
     rates = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0, rate: 0.5}
     types = 0 if style == "distilbert" else 2
     config = BertConfig(
-        dim=8, depth=2, heads=2, hidden=8, vocab=9, style=style, token_types=types, head="classifier", **rates
+        dim=8,
+        depth=2,
+        heads=2,
+        hidden=8,
+        vocab=9,
+        style=style,
+        token_types=types,
+        head="classifier",
+        num_classes=3,
+        **rates,
     )
     model = eqx.filter_jit(Bert)(config, key=jax.random.key(0))
     tokens = jnp.arange(1, 7)
