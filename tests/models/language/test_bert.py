@@ -341,6 +341,12 @@ def test_mistakes():
     model = converted(tiny("Bert"))
     with pytest.raises(ValueError, match="Bert: 21 tokens, but it takes 1 to context=20; cut or split the text"):
         model(jnp.zeros(21, jnp.int32))
+    with pytest.raises(
+        TypeError, match=r"Bert: mask is .* int32, expected a bool array of shape .*`mask.astype.bool.`"
+    ):
+        model(jnp.zeros(4, jnp.int32), mask=jnp.ones(4, jnp.int32))
+    with pytest.raises(TypeError, match=r"a model takes one example, so map it over the batch: `jax.vmap"):
+        model(jnp.zeros(4, jnp.int32), mask=jnp.ones((2, 4), bool))
     with pytest.raises(ValueError, match="Bert: a bert with head='masked_lm' and pooler=False has no pooled output"):
         model.pooled(jnp.zeros((3, 24)))
     with pytest.raises(ValueError, match="token_types were given, but a distilbert knows none"):
