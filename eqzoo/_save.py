@@ -120,7 +120,7 @@ def _described_upstream(model: Any, family: Family, format: str) -> tuple[Upstre
         known = sorted({library for library, _ in libraries})
         remedy = f"use format={' or '.join(map(repr, known))}" if known else "use `eqzoo.save`"
         raise ValueError(f"export: {format} has no {family.model.__name__}; {remedy}")
-    reasons = []
+    reasons, errors = [], []
     for upstream in upstreams:
         bases = [upstream.base] if upstream.base else [name for name in family.variants if upstream.has(name)]
         unsaid = {name: _unsaid(upstream, format, family.variants[name], model.config) for name in bases}
@@ -136,6 +136,8 @@ def _described_upstream(model: Any, family: Family, format: str) -> tuple[Upstre
                 continue
         values = ", ".join(f"{field}={getattr(model.config, field)!r}" for field in sorted(unsaid[base]))
         reasons.append(f"{values} (the nearest, {base}, differs)")
+    if errors:
+        raise errors[-1]
     raise ValueError(f"export: {format} has no {family.model.__name__} with {' or '.join(reasons)}; use `eqzoo.save`")
 
 

@@ -51,6 +51,8 @@ def check_choices(config: Any) -> None:
 
 def _sentence(model: Any, name: str, value: Any, annotation: Any) -> str:
     owner = type(model).__name__
+    choices = [each for each in get_args(annotation) if inspect.isclass(each) and issubclass(each, AbstractArray)]
+    annotation = choices[0] if len(choices) == 1 else annotation  # an array or None
     if not (inspect.isclass(annotation) and issubclass(annotation, AbstractArray)):
         return f"{owner}: {name} is {_describe(value)}, expected {annotation}"
     kind = annotation.__name__.split("[")[0]
@@ -80,6 +82,8 @@ def _remedy(name: str, value: Any, kind: str, axes: list[str]) -> str:
         return f"pass {channels} channels, or create the model with `in_channels={value.shape[-1]}`"
     if kind == "Float" and not jnp.issubdtype(value.dtype, jnp.floating):
         return f"convert it as the model was trained, for example `{name}.astype(jnp.float32) / 255`"
+    if kind == "Bool" and value.dtype != bool:
+        return f"convert it: `{name}.astype(bool)`"
     if kind == "Int" and not jnp.issubdtype(value.dtype, jnp.integer):
         return f"token ids are integers: `{name}.astype(jnp.int32)`"
     return f"resize it, or create the model with `image_size={value.shape[0]}`"

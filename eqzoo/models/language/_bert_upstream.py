@@ -1,5 +1,7 @@
 """How transformers writes BERT, RoBERTa, XLM-R and DistilBERT down."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -102,6 +104,7 @@ _HEADS = {
     "ForQuestionAnswering": "question_answering",
     "Model": None,
 }
+CLASSIFIERS = ("classifier", "token_classifier")
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 _ACTIVATIONS |= {"silu": "silu", "swish": "silu"}
 _FIXED = {
@@ -129,10 +132,11 @@ def _heads(library: str) -> Option:
 
 
 def _stated(options: dict[str, Any], library: str, defaults: dict[str, Any]) -> dict[str, Any]:
-    """With what transformers takes for granted, the one architecture, and the number of labels."""
+    """With what transformers takes for granted, the one architecture, and the number of labels where any are told."""
     (architecture, *_) = options.get("architectures") or [f"{library}Model"]
+    has_classes = _HEADS.get(architecture.removeprefix(library)) in CLASSIFIERS
     labels = options.get("id2label")
-    number = options.get("num_labels", 2 if labels is None else len(labels))
+    number = options.get("num_labels", 2 if labels is None else len(labels)) if has_classes else 0
     return {**defaults, **options, "architectures": architecture, "num_labels": number}
 
 
@@ -162,20 +166,30 @@ def _prepare_distilbert(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "head_dropout": rates.get(options["architectures"], of_classifier)}
 
 
-def _restore_bert(options: dict[str, Any]) -> dict[str, Any]:
+def written_labels(options: dict[str, Any], heads: Mapping[str, str | None]) -> dict[str, Any]:
+    """The architecture in a list, and the number of labels only where any are told."""
+    architecture, number = options["architectures"], options.pop("num_labels")
+    if heads[architecture] not in CLASSIFIERS:
+        return {**options, "architectures": [architecture]}
+    if number == 0:
+        raise ValueError(f"upstream has no {architecture} without classes; use `eqzoo.save`")
+    return {**options, "architectures": [architecture], "num_labels": number}
+
+
+def _restore_bert(options: dict[str, Any], *, library: str) -> dict[str, Any]:
     del options["pooler"]
-    return {**options, "architectures": [options["architectures"]]}
+    return written_labels(options, _heads(library).values)
 
 
-def _restore_roberta(options: dict[str, Any]) -> dict[str, Any]:
+def _restore_roberta(options: dict[str, Any], *, library: str) -> dict[str, Any]:
     options["max_position_embeddings"] += options["pad_token_id"] + 1
-    return _restore_bert(options)
+    return _restore_bert(options, library=library)
 
 
 def _restore_distilbert(options: dict[str, Any]) -> dict[str, Any]:
     rate = options.pop("head_dropout")
     name = "qa_dropout" if options["architectures"] == "DistilBertForQuestionAnswering" else "seq_classif_dropout"
-    return {**options, "architectures": [options["architectures"]], name: rate}
+    return written_labels({**options, name: rate}, _heads("DistilBert").values)
 
 
 _TABLE = {
@@ -206,7 +220,7 @@ def _roberta_options(library: str) -> Options:
         fixed=_FIXED,
         ignored=_IGNORED,
         prepare=partial(_prepare_roberta, library=library),
-        restore=_restore_roberta,
+        restore=partial(_restore_roberta, library=library),
     )
 
 
@@ -215,7 +229,7 @@ BERT_OPTIONS = Options(
     fixed=_FIXED,
     ignored=_IGNORED,
     prepare=partial(_prepare_bert, library="Bert"),
-    restore=_restore_bert,
+    restore=partial(_restore_bert, library="Bert"),
 )
 ROBERTA_OPTIONS = _roberta_options("Roberta")
 XLM_ROBERTA_OPTIONS = _roberta_options("XLMRoberta")
@@ -239,3 +253,11 @@ DISTILBERT_OPTIONS = Options(
     prepare=_prepare_distilbert,
     restore=_restore_distilbert,
 )
+
+
+def of_body(options: Options) -> Options:
+    """Those of a model without a head, which alone is stored without a prefix."""
+    heads = options.table["architectures"]
+    assert isinstance(heads, Option)
+    bare = {architecture: head for architecture, head in heads.values.items() if head is None}
+    return replace(options, table={**options.table, "architectures": Option("head", bare)})

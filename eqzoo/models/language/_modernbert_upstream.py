@@ -4,6 +4,7 @@ from typing import Any
 
 from eqzoo.checkpoint import SPLIT, Alias, Rule, prefixed, staged
 from eqzoo.models._family import Option, Options
+from eqzoo.models.language._bert_upstream import CLASSIFIERS, written_labels
 from eqzoo.models.language._transformers import NOT_MATHEMATICS
 
 _BLOCK = (
@@ -57,6 +58,8 @@ def _prepare(options: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"layer_types={kinds} is not supported; eqzoo has 'full_attention' in every n-th layer")
         options["global_attn_every_n_layers"] = every
     options["architectures"] = (options.get("architectures") or ["ModernBertModel"])[0]
+    if _HEADS.get(options["architectures"]) not in CLASSIFIERS:
+        return {**options, "num_labels": 0}
     labels = options.get("id2label")
     return {"num_labels": 2 if labels is None else len(labels), **options}
 
@@ -67,8 +70,7 @@ def _restore(options: dict[str, Any]) -> dict[str, Any]:
     every = options.pop("global_attn_every_n_layers")
     layers = range(options["num_hidden_layers"])
     return {
-        **options,
-        "architectures": [options["architectures"]],
+        **written_labels(options, _HEADS),
         "pad_token_id": _PADDING if options["vocab_size"] > _PADDING else None,
         "layer_types": ["sliding_attention" if layer % every else "full_attention" for layer in layers],
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},

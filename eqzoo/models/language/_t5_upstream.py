@@ -103,6 +103,7 @@ OPTIONS = Options(
         "num_layers": "depth",
         "num_decoder_layers": "decoder_depth",
         "num_heads": "heads",
+        "n_positions": "context",
         "relative_attention_num_buckets": "buckets",
         "relative_attention_max_distance": "max_distance",
         "layer_norm_epsilon": "norm_eps",
@@ -113,7 +114,7 @@ OPTIONS = Options(
         "dropout_rate": "dropout",
     },
     fixed={"is_encoder_decoder": True, "is_decoder": False, "tie_encoder_decoder": False},
-    ignored=(*NOT_MATHEMATICS, "initializer_factor", "n_positions", "(cls|mask)_token_id"),
+    ignored=(*NOT_MATHEMATICS, "initializer_factor", "(cls|mask)_token_id"),
     prepare=_prepare,
     restore=_restore,
 )

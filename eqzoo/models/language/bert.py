@@ -19,22 +19,27 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from eqzoo import nn
 from eqzoo._types import check_choices, typed
+from eqzoo.checkpoint import Alias, Drop, Rule
 from eqzoo.checkpoint.adapt import new_head
-from eqzoo.models._family import Family, Upstream
+from eqzoo.models._family import Family, Options, Upstream
 from eqzoo.models.language._bert_upstream import (
     BERT,
     BERT_BODY,
     BERT_OPTIONS,
+    CLASSIFIERS,
     DISTILBERT,
     DISTILBERT_BODY,
     DISTILBERT_OPTIONS,
     ROBERTA,
     ROBERTA_OPTIONS,
     XLM_ROBERTA_OPTIONS,
+    of_body,
 )
 from eqzoo.nn._init import normal
 
 _INIT = partial(normal, std=0.02)
+
+Rules = tuple[Rule | Drop | Alias, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +66,18 @@ class BertConfig:
     norm_eps: float = 1e-12
     head: Literal["masked_lm", "classifier", "token_classifier", "question_answering"] | None = "masked_lm"
     pooler: bool = False
-    num_classes: int = 2
+    num_classes: int = 0
     dropout: float = 0.1
     attention_dropout: float = 0.1
     head_dropout: float = 0.1
 
     def __post_init__(self):
         check_choices(self)
+        if self.num_classes and self.head not in CLASSIFIERS:
+            raise ValueError(
+                f"num_classes={self.num_classes} means nothing to head={self.head!r}; choose the head "
+                f"{' or '.join(map(repr, CLASSIFIERS))}, or 0 classes"
+            )
         if self.dim % self.heads:
             raise ValueError(f"dim={self.dim} is not a multiple of heads={self.heads}; choose heads that divide dim")
         if (self.style == "distilbert") != (self.token_types == 0):
@@ -315,45 +325,59 @@ SHARDING = (
     (r"(pooler|pre_head|masked_head\.dense|head|token_head|answer_head)\.weight", P(None, ("model", "fsdp"))),
 )
 
+
+def _upstreams(
+    library: str, options: Options, rules: Rules, body: Rules, *, model_type: str, names: tuple[str, ...], base: str
+) -> dict[str, Upstream]:
+    """A body first, so that one is written without a prefix; the last of a `model_type` reads every config.json."""
+    make = partial(Upstream, names=names, model_type=model_type, base=base)
+    return {
+        f"transformers_{model_type}_body": make(body, of_body(options), architecture=f"{library}Model"),
+        f"transformers_{model_type}": make(rules, options, architecture=f"{library}ForMaskedLM"),
+    }
+
+
 FAMILY = Family(
     Bert,
     BertConfig,
     VARIANTS,
     upstreams={
-        "transformers_bert": Upstream(
-            BERT,
+        **_upstreams(
+            "Bert",
             BERT_OPTIONS,
-            names=("bert-*", "all-*", "bge-*"),
+            BERT,
+            BERT_BODY,
             model_type="bert",
-            architecture="BertForMaskedLM",
+            names=("bert-*", "all-*", "bge-*"),
             base="bert-base-uncased",
         ),
-        "transformers_roberta": Upstream(
-            ROBERTA,
+        **_upstreams(
+            "Roberta",
             ROBERTA_OPTIONS,
-            names=("roberta-*", "distilroberta-*"),
+            ROBERTA,
+            BERT_BODY,
             model_type="roberta",
-            architecture="RobertaForMaskedLM",
+            names=("roberta-*", "distilroberta-*"),
             base="roberta-base",
         ),
-        "transformers_xlm_roberta": Upstream(
-            ROBERTA,
+        **_upstreams(
+            "XLMRoberta",
             XLM_ROBERTA_OPTIONS,
-            names=("xlm-roberta-*",),
+            ROBERTA,
+            BERT_BODY,
             model_type="xlm-roberta",
-            architecture="XLMRobertaForMaskedLM",
+            names=("xlm-roberta-*",),
             base="xlm-roberta-base",
         ),
-        "transformers_distilbert": Upstream(
-            DISTILBERT,
+        **_upstreams(
+            "DistilBert",
             DISTILBERT_OPTIONS,
-            names=("distilbert-*",),
+            DISTILBERT,
+            DISTILBERT_BODY,
             model_type="distilbert",
-            architecture="DistilBertForMaskedLM",
+            names=("distilbert-*",),
             base="distilbert-base-uncased",
         ),
-        "transformers_bert_body": Upstream(BERT_BODY),
-        "transformers_distilbert_body": Upstream(DISTILBERT_BODY),
     },
     sharding=SHARDING,
     adapters={"num_classes": new_head},

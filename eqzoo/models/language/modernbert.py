@@ -6,7 +6,7 @@ what an MLP puts out too, the head of masked language models is tied, and rotary
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
 from typing import Any, Literal
@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from eqzoo import nn
 from eqzoo._types import check_choices, typed
 from eqzoo.checkpoint.adapt import new_head
-from eqzoo.models._family import Family, Upstream
+from eqzoo.models._family import Family, Option, Upstream
+from eqzoo.models.language._bert_upstream import CLASSIFIERS
 from eqzoo.models.language._modernbert_upstream import OPTIONS, TRANSFORMERS, TRANSFORMERS_BODY
 from eqzoo.nn._init import normal
 
@@ -58,7 +59,7 @@ class ModernBertConfig:
     vocab_bias: bool = True
     head: Literal["masked_lm", "classifier", "token_classifier", "question_answering"] | None = "masked_lm"
     pool: Literal["first", "mean"] = "mean"
-    num_classes: int = 2
+    num_classes: int = 0
     embedding_dropout: float = 0.0
     attention_dropout: float = 0.0
     mlp_dropout: float = 0.0
@@ -66,6 +67,11 @@ class ModernBertConfig:
 
     def __post_init__(self):
         check_choices(self)
+        if self.num_classes and self.head not in CLASSIFIERS:
+            raise ValueError(
+                f"num_classes={self.num_classes} means nothing to head={self.head!r}; choose the head "
+                f"{' or '.join(map(repr, CLASSIFIERS))}, or 0 classes"
+            )
         if self.dim % (2 * self.heads):
             raise ValueError(
                 f"dim={self.dim} gives no even number of channels to each of heads={self.heads}, which rotary "
@@ -289,6 +295,15 @@ FAMILY = Family(
     ModernBertConfig,
     VARIANTS,
     upstreams={
+        # First, so that it is written without a prefix; the last of a `model_type` reads every config.json.
+        "transformers_body": Upstream(
+            TRANSFORMERS_BODY,
+            replace(OPTIONS, table={**OPTIONS.table, "architectures": Option("head", {"ModernBertModel": None})}),
+            names=("*",),
+            model_type="modernbert",
+            architecture="ModernBertModel",
+            base="ModernBERT-base",
+        ),
         "transformers": Upstream(
             TRANSFORMERS,
             OPTIONS,
@@ -297,7 +312,6 @@ FAMILY = Family(
             architecture="ModernBertForMaskedLM",
             base="ModernBERT-base",
         ),
-        "transformers_body": Upstream(TRANSFORMERS_BODY),
     },
     sharding=SHARDING,
     adapters={"num_classes": new_head},

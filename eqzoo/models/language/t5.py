@@ -27,7 +27,7 @@ from eqzoo.nn._init import normal
 class T5Config:
     """Distances between tokens fall into `buckets`: the near ones into one each, those from `max_distance` on into the
     last. A `tied_head` is the embedding, and sees hidden states divided by the root of `dim`. `start` is the token that
-    an answer begins with."""
+    an answer begins with. Trained on texts of `context` tokens, a model takes longer ones too."""
 
     dim: int
     depth: int
@@ -36,6 +36,7 @@ class T5Config:
     hidden: int
     dim_head: int = 64
     vocab: int = 32128
+    context: int = 512
     buckets: int = 32
     max_distance: int = 128
     gated: bool = False

@@ -13,7 +13,7 @@ import transformers
 
 import eqzoo
 from eqzoo._describe import from_config_json
-from eqzoo.checkpoint import CheckpointError
+from eqzoo.checkpoint import CheckpointError, open_checkpoint
 from eqzoo.models.language.bert import FAMILY, VARIANTS, Bert, BertConfig
 from tests.parity import (
     assert_close,
@@ -31,7 +31,8 @@ HEADS = {
     "question_answering": "ForQuestionAnswering",
     None: "Model",
 }
-LIBRARIES = ("Bert", "Roberta", "XLMRoberta", "DistilBert")
+KINDS = {"Bert": "bert", "Roberta": "roberta", "XLMRoberta": "xlm-roberta", "DistilBert": "distilbert"}
+LIBRARIES = tuple(KINDS)
 PAD = 3
 LENGTHS = (16, 9, 1)  # of the three texts in the batch
 
@@ -119,8 +120,8 @@ def assert_same(model: Any, upstream: Any, *, types: bool = False) -> None:
 
 def upstream_rules(library: str, head: str | None) -> Any:
     if head is None:
-        return FAMILY.rules["transformers_distilbert_body" if library == "DistilBert" else "transformers_bert_body"]
-    return FAMILY.rules[f"transformers_{'roberta' if 'Roberta' in library else library.lower()}"]
+        return FAMILY.rules[f"transformers_{KINDS[library]}_body"]
+    return FAMILY.rules[f"transformers_{KINDS[library]}"]
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -268,6 +269,7 @@ def test_folders_load_and_transformers_reads_what_is_exported(library, head, tmp
     assert not any(report.values())
     state = upstream.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in back.state_dict().items())
+    assert set(open_checkpoint(tmp_path / "ours")[0]) <= set(state)  # a body's names have no prefix
     with torch.no_grad():
         assert_close(theirs(back.eval()).numpy(), theirs(upstream), 1e-6)
     assert eqx.tree_equal(eqzoo.load(tmp_path / "ours"), model)
@@ -292,7 +294,7 @@ def test_old_files_names_and_leftovers(tmp_path):
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_config_json_of_either_generation(library):
     """`dtype` or `torch_dtype`; labels counted or named; and what is not stated is transformers' default."""
-    kind = {"Bert": "bert", "Roberta": "roberta", "XLMRoberta": "xlm-roberta", "DistilBert": "distilbert"}[library]
+    kind = KINDS[library]
     config = getattr(transformers, f"{library}Config")()
     stated = {**config.to_dict(), "architectures": [f"{library}Model"]}
     bare = from_config_json({"model_type": kind, "vocab_size": config.vocab_size}).config
@@ -324,12 +326,27 @@ def test_a_new_head_for_other_classes(saved):
         found = predict(model, {name: array for name, array in arrays(types=False).items() if name != "weights"})
         assert found.shape[-1] == 5
         assert not found.any()
+    with pytest.raises(ValueError, match="num_classes=5 means nothing to head='masked_lm'; choose the head 'class"):
+        eqzoo.load(saved(tiny("Bert")), num_classes=5)
+
+
+def test_a_classifier_without_classes_gives_what_it_would_see(tmp_path, saved):
+    model = eqzoo.load(saved(tiny("Roberta", "classifier")), num_classes=0)
+    assert model(jnp.asarray(BATCH["tokens"][0])).shape == (24,)
+    with pytest.raises(ValueError, match="upstream has no RobertaForSequenceClassification without classes"):
+        eqzoo.export(tmp_path / "ours", model, format="transformers")
 
 
 def test_mistakes():
     model = converted(tiny("Bert"))
     with pytest.raises(ValueError, match="Bert: 21 tokens, but it takes 1 to context=20; cut or split the text"):
         model(jnp.zeros(21, jnp.int32))
+    with pytest.raises(
+        TypeError, match=r"Bert: mask is .* int32, expected a bool array of shape .*`mask.astype.bool.`"
+    ):
+        model(jnp.zeros(4, jnp.int32), mask=jnp.ones(4, jnp.int32))
+    with pytest.raises(TypeError, match=r"a model takes one example, so map it over the batch: `jax.vmap"):
+        model(jnp.zeros(4, jnp.int32), mask=jnp.ones((2, 4), bool))
     with pytest.raises(ValueError, match="Bert: a bert with head='masked_lm' and pooler=False has no pooled output"):
         model.pooled(jnp.zeros((3, 24)))
     with pytest.raises(ValueError, match="token_types were given, but a distilbert knows none"):
@@ -344,7 +361,16 @@ def test_each_dropout_needs_a_key_and_changes_the_output(style, rate):
     rates = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0, rate: 0.5}
     types = 0 if style == "distilbert" else 2
     config = BertConfig(
-        dim=8, depth=2, heads=2, hidden=8, vocab=9, style=style, token_types=types, head="classifier", **rates
+        dim=8,
+        depth=2,
+        heads=2,
+        hidden=8,
+        vocab=9,
+        style=style,
+        token_types=types,
+        head="classifier",
+        num_classes=3,
+        **rates,
     )
     model = eqx.filter_jit(Bert)(config, key=jax.random.key(0))
     tokens = jnp.arange(1, 7)

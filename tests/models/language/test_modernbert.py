@@ -246,7 +246,9 @@ def test_what_the_zoo_does_not_have_is_refused_by_name(changes, message, saved):
 
 @pytest.mark.parametrize("rate", ["embedding_dropout", "attention_dropout", "mlp_dropout", "head_dropout"])
 def test_each_dropout_needs_a_key_and_changes_the_output(rate):
-    config = ModernBertConfig(dim=8, depth=2, heads=2, hidden=8, vocab=9, head="classifier", **{rate: 0.5})
+    config = ModernBertConfig(
+        dim=8, depth=2, heads=2, hidden=8, vocab=9, head="classifier", num_classes=3, **{rate: 0.5}
+    )
     model = eqx.filter_jit(ModernBert)(config, key=jax.random.key(0))
     tokens = jnp.arange(1, 7)
     with pytest.raises(ValueError, match=r"Dropout.rate=0.5. got no key in training mode"):
