@@ -229,10 +229,10 @@ def _first_that_applies(
 ) -> tuple[Rule | Drop | Alias | None, list[Slot]]:
     for rule in rules:
         if isinstance(rule, Rule):
-            leaves = rule.leaves_of(name)
-            targets = [_parse(leaf) for leaf in leaves or ()]
-            if leaves is not None and all(target in slots for target in targets):
-                return rule, targets
+            if rule.forward.fullmatch(name):
+                targets = [_parse(leaf) for leaf in rule.leaves_of(name) or ()]
+                if all(target in slots for target in targets):
+                    return rule, targets
         elif re.fullmatch(rule.source, name):
             return rule, []
     return None, []
@@ -246,7 +246,9 @@ def _rule_and_source(slot: Slot, rules: Rules, slots: Collection[Slot]) -> tuple
     for group in [(path, index[:depth]) for depth in range(len(index), -1, -1)]:
         target = _format(group)
         for rule in rules:
-            if isinstance(rule, Rule) and (source := rule.source_of(target)) is not None:
+            if not isinstance(rule, Rule) or not any(pattern.fullmatch(target) for pattern in rule.backward):
+                continue
+            if (source := rule.source_of(target)) is not None:
                 targets = rule.leaves_of(source) or ()
                 if len(targets) == 1 or all(_parse(leaf) in slots for leaf in targets):
                     return group, rule, source

@@ -73,30 +73,32 @@ class Rule:
                 if int(number) >= groups:
                     raise ValueError(f"rule {self.source!r}: target {target!r} uses group {number}, of {groups} groups")
 
-    @property
+    @cached_property
     def targets(self) -> tuple[str, ...]:
         return (self.target,) if isinstance(self.target, str) else self.target
 
     @cached_property
-    def _forward(self) -> re.Pattern[str]:
+    def forward(self) -> re.Pattern[str]:
+        """What the names of its source tensors match."""
         return re.compile(self.source)
 
     @cached_property
-    def _backward(self) -> tuple[re.Pattern[str], ...]:
+    def backward(self) -> tuple[re.Pattern[str], ...]:
+        """What the paths of its leaves match, target by target."""
         return tuple(_invert(self.source, target) for target in self.targets)
 
     def leaves_of(self, source: str) -> tuple[str, ...] | None:
         """The leaves that a source tensor fills, or None if the rule isn't for it."""
-        match = self._forward.fullmatch(source)
+        match = self.forward.fullmatch(source)
         return None if match is None else tuple(_fill(target, match.groups()) for target in self.targets)
 
     def source_of(self, leaf: str) -> str | None:
         """The source tensor that fills a leaf, or None if the rule doesn't speak of it."""
-        for target, pattern in zip(self.targets, self._backward, strict=True):
+        for target, pattern in zip(self.targets, self.backward, strict=True):
             match = pattern.fullmatch(leaf)
             if match is not None:
                 source = _source_name(self.source, target, match)
-                return source if self._forward.fullmatch(source) else None  # `{0-1}` of 9 is no `\d`
+                return source if self.forward.fullmatch(source) else None  # `{0-1}` of 9 is no `\d`
         return None
 
 
@@ -164,14 +166,9 @@ def _invert(source: str, target: str) -> re.Pattern[str]:
 
 def _source_name(source: str, target: str, match: re.Match[str]) -> str:
     offsets = {int(slot[1]): int(slot[2] or 0) for slot in _SLOT.finditer(target)}
-    numbers = iter(range(len(_GROUP.findall(source))))
-
-    def text(_: re.Match[str]) -> str:
-        number = next(numbers)
-        captured = match[f"g{number}"]
-        return str(int(captured) - offsets[number]) if offsets[number] else captured
-
-    return _GROUP.sub(text, source).replace(r"\.", ".")
+    captured = ((offsets[number], match[f"g{number}"]) for number in range(len(_GROUP.findall(source))))
+    texts = (str(int(text) - offset) if offset else text for offset, text in captured)
+    return _GROUP.sub(lambda _: next(texts), source).replace(r"\.", ".")
 
 
 BATCH_NORM = (

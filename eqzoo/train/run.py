@@ -44,7 +44,7 @@ class RunOptions:
 
 class Run:
     """The folder `runs/NAME/` of a training run: `config.json` has all options and the versions of the libraries,
-    `metrics.jsonl` a line for each `log`, `curves.png` is drawn by `pause` and `finish`. Of several processes, the first
+    `metrics.jsonl` a line for each `log`, and `pause` and `finish` draw `curves.png`. Of several processes, the first
     writes.
 
     A run that was stopped or killed goes on with `resume`; `truncate` then takes back what was logged after the

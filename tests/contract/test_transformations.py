@@ -63,9 +63,9 @@ def test_ensemble(subject):
     axes = (eqx.if_array(0), eqx.if_array(0), None)
     together = eqx.filter_jit(eqx.filter_vmap(subject.row.make))(keys)
     outputs = eqx.filter_jit(eqx.filter_vmap(_predict, in_axes=axes))(*together, subject.xs)
-    make, predict = eqx.filter_jit(subject.row.make), eqx.filter_jit(_predict)
+    predict = eqx.filter_jit(_predict)
     for index, key in enumerate(keys):
-        alone = make(key)
+        alone = subject.row.make(key)
         member = jax.tree.map(lambda leaf, index=index: leaf[index] if eqx.is_array(leaf) else leaf, together)
         assert eqx.tree_equal(member, alone)
         assert_close(outputs[index], predict(*alone, subject.xs), 1e-5)
