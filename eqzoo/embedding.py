@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -13,17 +13,28 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
+from eqzoo import nn
 from eqzoo._describe import describe
-from eqzoo._load import match_described, read
+from eqzoo._load import OWN_FORMAT, match_described, read
 from eqzoo._model import _skeleton, freeze
 from eqzoo._types import typed
+from eqzoo.checkpoint.apply import Rules
 from eqzoo.checkpoint.errors import CheckpointError
-from eqzoo.checkpoint.formats import open_checkpoint
+from eqzoo.checkpoint.formats import Tensor, open_checkpoint
 from eqzoo.checkpoint.hub import fetch, fetch_files
 from eqzoo.checkpoint.rules import Drop
 from eqzoo.data.tokenizer import FILES, Tokenizer
 
-_FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json")
+_FILES = (
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
+    "2_Dense/config.json",
+    "2_Dense/model.safetensors",
+    "2_Dense/pytorch_model.bin",
+)
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 _MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -35,8 +46,31 @@ _MODES = {
 _SHORTEST = 16  # the length of the smallest batches
 
 
+class Dense(eqx.Module):
+    """A layer on what was pooled."""
+
+    linear: nn.Linear
+    activation: Literal["Tanh", "Identity"] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        activation: Literal["Tanh", "Identity"] = "Tanh",
+        key: PRNGKeyArray,
+    ):
+        self.linear = nn.Linear(in_features, out_features, use_bias=use_bias, key=key)
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, " dim"]) -> Float[Array, " out"]:
+        return jnp.tanh(self.linear(x)) if self.activation == "Tanh" else self.linear(x)
+
+
 class SentenceEncoder(eqx.Module):
-    """The tokens of one text to one vector: a language model's hidden states, pooled, of length one if `normalize`.
+    """The tokens of one text to one vector: a language model's hidden states, pooled, through a `dense` layer if there
+    is one, of length one if `normalize`.
 
     `pooling` takes the "mean" over the real tokens, the first ("cls") or the last of them ("lasttoken"), or the "max"
     of each channel; several are put one behind the other. `embed` takes texts: it uses the `tokenizer`, at most
@@ -44,6 +78,7 @@ class SentenceEncoder(eqx.Module):
     """
 
     model: Any
+    dense: Dense | None
     tokenizer: Tokenizer = eqx.field(static=True)
     pooling: tuple[str, ...] = eqx.field(static=True)
     normalize: bool = eqx.field(static=True)
@@ -58,6 +93,7 @@ class SentenceEncoder(eqx.Module):
         tokenizer: Tokenizer,
         *,
         pooling: str | Sequence[str] = "mean",
+        dense: Dense | None = None,
         normalize: bool = True,
         length: int | None = None,
         lower: bool = False,
@@ -65,6 +101,7 @@ class SentenceEncoder(eqx.Module):
         default_prompt: str | None = None,
     ):
         self.model = model
+        self.dense = dense
         self.tokenizer = tokenizer
         self.pooling = (pooling,) if isinstance(pooling, str) else tuple(pooling)
         for mode in self.pooling:
@@ -87,6 +124,7 @@ class SentenceEncoder(eqx.Module):
         hidden = self.model.hidden(tokens, mask=mask, key=key)
         mask = jnp.ones(tokens.shape, bool) if mask is None else mask
         pooled = jnp.concatenate([_pool(hidden.astype(jnp.float32), mask, mode) for mode in self.pooling])
+        pooled = pooled if self.dense is None else self.dense(pooled)
         if self.normalize:
             pooled = pooled / jnp.maximum(jnp.linalg.norm(pooled), 1e-12)
         return pooled.astype(hidden.dtype)
@@ -128,17 +166,20 @@ def load_encoder(
             f"{source} has no modules.json, so how its tokens become one vector is not stated: load its model and "
             f"tokenizer, and choose: `SentenceEncoder(model, tokenizer, pooling='mean')`"
         )
-    modules = {each["type"].rpartition(".")[2]: folder / each["path"] for each in _json(folder / "modules.json")}
-    if unknown := modules.keys() - {"Transformer", "Pooling", "Normalize"}:
-        raise CheckpointError(f"{source} has a module {unknown.pop()!r}; eqzoo has Transformer, Pooling and Normalize")
-    if not {"Transformer", "Pooling"} <= modules.keys():
-        raise CheckpointError(f"{source} lists {', '.join(modules)}; a Transformer and a Pooling were expected")
+    listed = [(each["type"].rpartition(".")[2], folder / each["path"]) for each in _json(folder / "modules.json")]
+    modules, names = dict(listed), [name for name, _ in listed]
+    if names != [name for name in _MODULES if name in names] or not {"Transformer", "Pooling"} <= {*names}:
+        raise CheckpointError(
+            f"{source} is made of {', '.join(names)}; eqzoo takes a Transformer and a Pooling, then perhaps one "
+            f"Dense and a Normalize"
+        )
     transformer = _json(modules["Transformer"] / "sentence_bert_config.json")
     texts = _json(folder / "config_sentence_transformers.json")
     return SentenceEncoder(
         _load_body(source, modules["Transformer"], dtype),
         Tokenizer.load(modules["Transformer"]),
         pooling=_pooling(source, _json(modules["Pooling"] / "config.json")),
+        dense=_load_dense(source, modules["Dense"], dtype) if "Dense" in modules else None,
         normalize="Normalize" in modules,
         length=transformer.get("max_seq_length"),
         lower=transformer.get("do_lower_case", False),
@@ -154,12 +195,43 @@ def _load_body(source: str | os.PathLike, folder: Path, dtype: DTypeLike | None)
     family, config = description.family, description.config
     bare = {field.name: None if field.name == "head" else False for field in dataclasses.fields(config)}
     config = dataclasses.replace(config, **{name: bare[name] for name in ("head", "pooler") if name in bare})
-    make = lambda key: family.model(config, key=key)
     namings = {naming: (*rules, Drop(r".*")) for naming, rules in family.rules.items()}
+    make = lambda key: family.model(config, key=key)
+    return _filled(source, description.label, tensors, make, namings, dtype)
+
+
+def _load_dense(source: str | os.PathLike, folder: Path, dtype: DTypeLike | None) -> Dense:
+    config = _json(folder / "config.json")
+    activation = config.get("activation_function", "Tanh").rpartition(".")[2]
+    if activation not in ("Tanh", "Identity"):
+        raise CheckpointError(
+            f"{source}: activation_function={activation!r} is not supported; eqzoo has Tanh, Identity"
+        )
+    for name, value in (("use_residual", False), ("module_input_name", "sentence_embedding")):
+        if config.get(name, value) != value:
+            raise CheckpointError(f"{source}: {name}={config[name]!r} is not supported; eqzoo has {value!r}")
+    make = lambda key: Dense(
+        config["in_features"],
+        config["out_features"],
+        use_bias=config.get("bias", True),
+        activation=activation,
+        key=key,
+    )
+    return _filled(source, "Dense", open_checkpoint(folder)[0], make, {"own": OWN_FORMAT}, dtype)
+
+
+def _filled(
+    source: str | os.PathLike,
+    label: str,
+    tensors: Mapping[str, Tensor],
+    make: Callable[..., Any],
+    namings: Mapping[str, Rules],
+    dtype: DTypeLike | None,
+) -> Any:
     match = match_described(tensors, _skeleton(make), namings)
     if match.plan.problems:
-        raise CheckpointError(match.plan.report(os.fspath(source), description.label))
-    return freeze(*read(tensors, match, [], dtype, None))
+        raise CheckpointError(match.plan.report(os.fspath(source), label))
+    return freeze(*read(tensors, match, [], jnp.float32 if dtype is None else dtype, None))
 
 
 def _pooling(source: str | os.PathLike, config: Mapping[str, Any]) -> tuple[str, ...]:

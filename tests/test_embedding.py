@@ -46,20 +46,19 @@ def write(
     pooling: dict[str, Any],
     *,
     modules: tuple[str, ...] = ("Transformer", "Pooling", "Normalize"),
-    model: Any = transformers.BertModel,
+    library: str = "Bert",
+    head: str = "Model",
     texts: dict[str, Any] | None = None,
     **transformer: Any,
 ) -> Any:
     """A folder of sentence-transformers; gives back upstream's model."""
-    config = transformers.BertConfig(
-        vocab_size=150,
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=40,
-        max_position_embeddings=40,
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    names = ("dim", "n_layers", "n_heads", "hidden_dim") if library == "DistilBert" else names
+    sizes = dict(zip(names, (24, 2, 3, 40), strict=True))
+    config = getattr(transformers, f"{library}Config")(
+        vocab_size=150, max_position_embeddings=40, pad_token_id=0, **sizes
     )
-    upstream = randomise(model(config).eval(), 0)
+    upstream = randomise(getattr(transformers, f"{library}{head}")(config).eval(), 0)
     upstream.save_pretrained(folder)
     word_piece().save(str(folder / "tokenizer.json"))
     listed = [
@@ -136,8 +135,40 @@ def test_prompts_come_before_the_text_by_name(tmp_path):
         eqzoo.embed(encoder, "Dog", prompt="passage")
 
 
+@pytest.mark.parametrize("activation", ["Tanh", "Identity"])
+def test_a_dense_layer_after_the_pooling(activation, tmp_path):
+    """As LaBSE and the multilingual distilled encoders have it."""
+    modules = ("Transformer", "Pooling", "Dense", "Normalize")
+    upstream = write(tmp_path, {"pooling_mode": "cls"}, modules=modules)
+    layer = torch.nn.Linear(24, 10)
+    name = f"torch.nn.modules.{'activation' if activation == 'Tanh' else 'linear'}.{activation}"
+    folder = tmp_path / "2_Dense"
+    folder.mkdir()
+    config = {"in_features": 24, "out_features": 10, "bias": True, "activation_function": name}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save({"linear.weight": layer.weight.data, "linear.bias": layer.bias.data}, folder / "pytorch_model.bin")
+    pooled = torch.tensor(expected(upstream, tmp_path, TEXTS, ["cls"]))
+    with torch.no_grad():
+        vectors = getattr(torch.nn, activation)()(layer(pooled)).numpy()
+    assert_close(eqzoo.embed(eqzoo.load_encoder(tmp_path), TEXTS), unit(vectors), 1e-5)
+    for change, message in (
+        ({"activation_function": "torch.nn.modules.activation.GELU"}, "activation_function='GELU' is not supported"),
+        ({"use_residual": True}, "use_residual=True is not supported"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(CheckpointError, match=message):
+            eqzoo.load_encoder(tmp_path)
+
+
+@pytest.mark.parametrize("library", ["Roberta", "XLMRoberta", "DistilBert", "ModernBert"])
+def test_encoders_of_other_families(library, tmp_path):
+    upstream = write(tmp_path, {"pooling_mode": "mean"}, library=library, max_seq_length=30)
+    encoder = eqzoo.load_encoder(tmp_path)
+    assert_close(eqzoo.embed(encoder, TEXTS), unit(expected(upstream, tmp_path, TEXTS, ["mean"], 30)), 1e-5)
+
+
 def test_a_head_that_was_stored_with_the_model_is_left_out(tmp_path):
-    upstream = write(tmp_path, {"pooling_mode": "mean"}, model=transformers.BertForMaskedLM)
+    upstream = write(tmp_path, {"pooling_mode": "mean"}, head="ForMaskedLM")
     vectors = eqzoo.embed(eqzoo.load_encoder(tmp_path), TEXTS)
     assert_close(vectors, unit(expected(upstream.bert, tmp_path, TEXTS, ["mean"])), 1e-5)
 
@@ -184,8 +215,21 @@ def test_an_encoder_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("modules", "pooling", "message"),
     [
-        (("Transformer", "Pooling", "Dense"), {}, "has a module 'Dense'; eqzoo has Transformer, Pooling and Normalize"),
-        (("Transformer", "Normalize"), {}, "lists Transformer, Normalize; a Transformer and a Pooling were expected"),
+        (
+            ("Transformer", "Pooling", "LSTM"),
+            {},
+            "is made of Transformer, Pooling, LSTM; eqzoo takes a Transformer and",
+        ),
+        (
+            ("Transformer", "Normalize"),
+            {},
+            "is made of Transformer, Normalize; eqzoo takes a Transformer and a Pooling",
+        ),
+        (
+            ("Transformer", "Pooling", "Dense", "Dense"),
+            {},
+            "is made of Transformer, Pooling, Dense, Dense; eqzoo takes",
+        ),
         (("Transformer", "Pooling"), {"include_prompt": False}, "include_prompt=False is not supported"),
         (("Transformer", "Pooling"), {"pooling_mode": "middle"}, "pooling='middle' is unknown"),
     ],
