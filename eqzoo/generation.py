@@ -132,9 +132,9 @@ def stream(
     _check_arguments(max_tokens, every, sampling, key, stop_strings, tokenizer)
     key = jax.random.key(0) if key is None else key  # of no consequence where nothing is drawn
     length = _cache_length(model, max(map(len, prompts)), max_tokens)
-    rules = _Rules.of(sampling, stop_tokens, logit_function)
+    rules = _Rules.of(sampling, stop_tokens, key, logit_function)
     watch = [_Watch(len(prompt), stop_strings, tokenizer) for prompt in prompts]
-    return _stream(model, prompts, max_tokens, every, length, rules, key, watch)
+    return _stream(model, prompts, max_tokens, every, length, rules, watch)
 
 
 def _stream(
@@ -144,14 +144,13 @@ def _stream(
     every: int,
     length: int,
     rules: "_Rules",
-    key: PRNGKeyArray,
     watch: Sequence["_Watch"],
 ) -> Iterator[list[Generated]]:
     counts = np.array([len(prompt) for prompt in prompts], np.int32)
     padded = np.zeros((len(prompts), _power_of_two(max(map(len, prompts)))), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    state, is_known = _start(model, padded, counts, length, rules, key)
+    state, is_known = _start(model, padded, counts, length, rules)
     if not is_known:
         raise ValueError("generate: a prompt has a token that is negative or not in the model's vocabulary; check ids")
     made = 1
@@ -167,7 +166,7 @@ def _stream(
         if (stopped & ~done).any():
             state = eqx.tree_at(lambda state: state.done, state, jnp.asarray(stopped))
         steps = min(every, max_tokens - made)
-        state = _go_on(model, state, jnp.int32(steps), rules)
+        state = _go_on((model, rules, jnp.int32(steps)), state)
         made += steps
 
 
@@ -264,18 +263,21 @@ def _cache_length(model: Any, longest: int, max_tokens: int) -> int:
 
 
 class _Rules(eqx.Module):
-    """`Sampling`, its numbers as arrays so that others need no other program, and what stops."""
+    """`Sampling`, its numbers as arrays so that others need no other program; what stops; and the key."""
 
     temperature: Float[Array, ""] | None
     top_p: Float[Array, ""] | None
     min_p: Float[Array, ""] | None
     repetition_penalty: Float[Array, ""] | None
     stops: Int[Array, " stops"]
+    key: PRNGKeyArray
     top_k: int | None = eqx.field(static=True)
     logit_function: LogitFunction | None = eqx.field(static=True)
 
     @staticmethod
-    def of(sampling: Sampling, stop_tokens: Sequence[int], logit_function: LogitFunction | None) -> "_Rules":
+    def of(
+        sampling: Sampling, stop_tokens: Sequence[int], key: PRNGKeyArray, logit_function: LogitFunction | None
+    ) -> "_Rules":
         array = lambda number: None if number is None else jnp.float32(number)
         return _Rules(
             array(sampling.temperature or None),
@@ -283,6 +285,7 @@ class _Rules(eqx.Module):
             array(sampling.min_p),
             array(sampling.repetition_penalty),
             jnp.asarray(np.array(stop_tokens, np.int32).reshape(-1)),
+            key,
             sampling.top_k,
             logit_function,
         )
@@ -297,12 +300,11 @@ class _State(eqx.Module):
     counts: Int[Array, " batch"]
     seen: Bool[Array, "batch vocab"] | None
     done: Bool[Array, " batch"]
-    key: PRNGKeyArray
 
     def append(self, logits: Float[Array, "batch vocab"], rules: _Rules) -> "_State":
         """With the next token of each example that isn't done."""
         batch = jnp.arange(len(self.counts))
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(self.key, batch)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(rules.key, batch)
         choose_token = partial(_choose, rules=rules)
         token, log_probability = _over_batch(choose_token, logits, self.tokens, self.counts, self.seen, keys)
         places = jnp.where(self.done, self.tokens.shape[1], self.counts)  # out of bounds: not written
@@ -313,7 +315,6 @@ class _State(eqx.Module):
             counts=self.counts + ~self.done,
             seen=None if self.seen is None else self.seen.at[batch, token].set(True),
             done=self.done | jnp.any(token[:, None] == rules.stops, axis=1),
-            key=self.key,
         )
 
 
@@ -332,7 +333,6 @@ def _start(
     counts: Int[Array, " batch"] | Int[np.ndarray, " batch"],
     length: int,
     rules: _Rules,
-    key: PRNGKeyArray,
 ) -> tuple[_State, Bool[Array, ""]]:
     """Read the prompts, right-padded, and choose the first token after each; whether the vocabulary has all of them."""
     batch, longest = prompts.shape
@@ -365,14 +365,15 @@ def _start(
         seen = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], places].set(True, mode="drop")
     tokens = jnp.zeros((batch, max(length, longest)), jnp.int32).at[:, :longest].set(prompts)
     state = _State(
-        cache, tokens, jnp.zeros(tokens.shape, jnp.float32), jnp.asarray(counts), seen, jnp.zeros(batch, bool), key
+        cache, tokens, jnp.zeros(tokens.shape, jnp.float32), jnp.asarray(counts), seen, jnp.zeros(batch, bool)
     )
     return state.append(logits, rules), jnp.all(~is_real | (prompts >= 0) & (prompts < vocab))
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _go_on(model: Any, state: _State, steps: Int[Array, ""], rules: _Rules) -> _State:
-    """Up to `steps` more tokens, until all are done."""
+def _go_on(given: tuple[Any, _Rules, Int[Array, ""]], state: _State) -> _State:
+    """Up to some number of steps more, until all are done; what is `given` (a model, rules, the number) is kept."""
+    model, rules, steps = given
 
     def step(carry):
         made, state = carry
@@ -428,7 +429,7 @@ def penalise(
 
 def keep_top_k(logits: Float[Array, " vocab"], k: int) -> Float[Array, " vocab"]:
     """Those of the `k` likeliest tokens; minus infinity for others."""
-    # Taken out of the whole result, for XLA:CPU has a fast program for that: of its last alone, it would sort everything.
+    # Of the whole result, for which XLA:CPU has a fast program; for the last of it alone, it would sort everything.
     smallest = jnp.min(jax.lax.top_k(logits, min(k, logits.shape[0]))[0])
     return jnp.where(logits < smallest, -jnp.inf, logits)
 
