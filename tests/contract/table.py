@@ -252,12 +252,6 @@ ROWS = (
         read_out=lambda model, hidden: model.head(hidden),
     ),
     Row(
-        model=eqzoo.RNN,
-        config=eqzoo.RNNConfig(dim=12, depth=3, hidden=16, vocab=40, dropout=0.1),
-        example=_tokens(10, 40),
-        read_out=lambda model, hidden: model.head(hidden),
-    ),
-    Row(
         model=eqzoo.T5,
         config=eqzoo.T5Config(
             dim=16,

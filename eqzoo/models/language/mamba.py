@@ -177,6 +177,24 @@ def _all_at_once(
     return h[-1], jnp.einsum("ts,tsi->ti", C, h)
 
 
+def _block(config: MambaConfig, key: PRNGKeyArray) -> Block[Mixer]:
+    rank = ceil(config.dim / 16) if config.time_step_rank is None else config.time_step_rank
+    return Block(
+        nn.RMSNorm(config.dim, eps=config.norm_eps),
+        Mixer(
+            config.dim,
+            config.inner,
+            config.state,
+            config.kernel,
+            rank,
+            activation=config.activation,
+            use_bias=config.use_bias,
+            use_conv_bias=config.use_conv_bias,
+            key=key,
+        ),
+    )
+
+
 class Mamba(eqx.Module):
     """Token ids to the logits of each next token."""
 
@@ -188,32 +206,11 @@ class Mamba(eqx.Module):
 
     def __init__(self, config: MambaConfig, *, key: PRNGKeyArray):
         key_embedding, key_blocks, key_head = jax.random.split(key, 3)
-        rank = ceil(config.dim / 16) if config.time_step_rank is None else config.time_step_rank
         self.embedding = nn.Embedding(config.vocab, config.dim, std=_STD, key=key_embedding)
-        self.blocks = nn.Stack(
-            lambda key: Block(
-                nn.RMSNorm(config.dim, eps=config.norm_eps),
-                Mixer(
-                    config.dim,
-                    config.inner,
-                    config.state,
-                    config.kernel,
-                    rank,
-                    activation=config.activation,
-                    use_bias=config.use_bias,
-                    use_conv_bias=config.use_conv_bias,
-                    key=key,
-                ),
-            ),
-            config.depth,
-            key=key_blocks,
-        )
+        self.blocks = nn.Stack(partial(_block, config), config.depth, key=key_blocks)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.head = (
-            None
-            if config.tied_head
-            else nn.Linear(config.dim, config.vocab, use_bias=False, init=partial(normal, std=_STD), key=key_head)
-        )
+        head = partial(nn.Linear, config.dim, config.vocab, use_bias=False, init=partial(normal, std=_STD))
+        self.head = None if config.tied_head else head(key=key_head)
         self.config = config
 
     @typed
@@ -234,8 +231,7 @@ class Mamba(eqx.Module):
         return self.embedding.scores(hidden) if self.head is None else self.head(hidden)
 
     def empty_cache(self, length: int, *, dtype: DTypeLike | None = None) -> nn.Cache:
-        """What `extend` keeps before the first token: states, whose size no `length` changes, in float32 at least
-        unless a `dtype` is given."""
+        """The states before any token, of one size whatever the `length`; without a `dtype`, in float32 at least."""
         config = self.config
         inputs = (config.depth, config.kernel - 1, config.inner)
         state = (config.depth, config.state, config.inner)

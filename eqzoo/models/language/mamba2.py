@@ -197,6 +197,26 @@ def _scan_chunk(
     return h * since_start[:, :, -1, None, None] + jnp.einsum("sgrp,sgn->grpn", left, B), y.transpose(2, 0, 1, 3)
 
 
+def _block(config: Mamba2Config, key: PRNGKeyArray) -> Block[Mixer]:
+    return Block(
+        nn.RMSNorm(config.dim, eps=config.norm_eps),
+        Mixer(
+            config.dim,
+            config.inner,
+            config.heads,
+            config.groups,
+            config.state,
+            config.kernel,
+            time_step_limit=config.time_step_limit,
+            activation=config.activation,
+            use_bias=config.use_bias,
+            use_conv_bias=config.use_conv_bias,
+            norm_eps=config.norm_eps,
+            key=key,
+        ),
+    )
+
+
 class Mamba2(eqx.Module):
     """Token ids to the logits of each next token."""
 
@@ -209,33 +229,10 @@ class Mamba2(eqx.Module):
     def __init__(self, config: Mamba2Config, *, key: PRNGKeyArray):
         key_embedding, key_blocks, key_head = jax.random.split(key, 3)
         self.embedding = nn.Embedding(config.vocab, config.dim, std=_STD, key=key_embedding)
-        self.blocks = nn.Stack(
-            lambda key: Block(
-                nn.RMSNorm(config.dim, eps=config.norm_eps),
-                Mixer(
-                    config.dim,
-                    config.inner,
-                    config.heads,
-                    config.groups,
-                    config.state,
-                    config.kernel,
-                    time_step_limit=config.time_step_limit,
-                    activation=config.activation,
-                    use_bias=config.use_bias,
-                    use_conv_bias=config.use_conv_bias,
-                    norm_eps=config.norm_eps,
-                    key=key,
-                ),
-            ),
-            config.depth,
-            key=key_blocks,
-        )
+        self.blocks = nn.Stack(partial(_block, config), config.depth, key=key_blocks)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.head = (
-            None
-            if config.tied_head
-            else nn.Linear(config.dim, config.vocab, use_bias=False, init=partial(normal, std=_STD), key=key_head)
-        )
+        head = partial(nn.Linear, config.dim, config.vocab, use_bias=False, init=partial(normal, std=_STD))
+        self.head = None if config.tied_head else head(key=key_head)
         self.config = config
 
     @typed
@@ -256,8 +253,7 @@ class Mamba2(eqx.Module):
         return self.embedding.scores(hidden) if self.head is None else self.head(hidden)
 
     def empty_cache(self, length: int, *, dtype: DTypeLike | None = None) -> nn.Cache:
-        """What `extend` keeps before the first token: states, whose size no `length` changes, in float32 at least
-        unless a `dtype` is given."""
+        """The states before any token, of one size whatever the `length`; without a `dtype`, in float32 at least."""
         config = self.config
         inputs = (config.depth, config.kernel - 1, config.inner + 2 * config.groups * config.state)
         state = (config.depth, config.heads, config.dim_head, config.state)
