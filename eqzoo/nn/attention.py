@@ -1,6 +1,6 @@
 """Softmax attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
 
@@ -36,27 +36,50 @@ def attend(
     Each key and value head serves `heads / kv_heads` query heads in a row (grouped-query attention, Ainslie et al.,
     2023). The division by the softmax's sum comes last, on the small result instead of the large matrix of weights.
     """
+    return _attend(
+        query, ((key, value),), mask=mask, bias=bias, scale=scale, cap=cap, dropout=dropout, dropout_key=dropout_key
+    )
+
+
+def _attend(
+    query: Float[Array, "heads tokens dim_head"],
+    parts: Sequence[tuple[Float[Array, "kv_heads _ dim_head"], Float[Array, "kv_heads _ dim_value"]]],
+    *,
+    mask: Bool[Array, "#heads #tokens #keys"] | None,
+    scale: Float[Array, ""] | float | None,
+    cap: float | None,
+    bias: Float[Array, "#heads #tokens #keys"] | None = None,
+    dropout: Dropout | None = None,
+    dropout_key: PRNGKeyArray | None = None,
+) -> Float[Array, "heads tokens dim_value"]:
+    """As `attend`, with keys and values in several parts, which are never copied to lie together."""
     heads, tokens, dim_head = query.shape
-    kv_heads = key.shape[0]
+    kv_heads, dtype = parts[0][0].shape[0], parts[-1][1].dtype
     if heads % kv_heads:
         raise ValueError(f"attend: {heads} query heads can't share {kv_heads} key heads; pass a divisor of {heads}")
     scale = 1 / sqrt(dim_head) if scale is None else scale
     query = (query * scale).reshape(kv_heads, heads // kv_heads, tokens, dim_head)
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.einsum("hgqd,hkd->hgqk", query, key, preferred_element_type=wide)
+    product = partial(jnp.einsum, preferred_element_type=wide)
+    scores = [product("hgqd,hkd->hgqk", query, key.astype(query.dtype)) for key, _ in parts]
+    scores = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
     if bias is not None:
-        scores = scores + jnp.broadcast_to(bias, (heads, tokens, key.shape[1])).reshape(scores.shape)
+        scores = scores + jnp.broadcast_to(bias, (heads, *scores.shape[2:])).reshape(scores.shape)
     if mask is not None:
-        mask = jnp.broadcast_to(mask, (heads, tokens, key.shape[1])).reshape(scores.shape)
+        mask = jnp.broadcast_to(mask, (heads, *scores.shape[2:])).reshape(scores.shape)
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if dropout is not None:
         weights = dropout(weights, key=dropout_key)
-    mixed = jnp.einsum("hgqk,hkd->hgqd", weights.astype(value.dtype), value, preferred_element_type=wide) / total
-    return mixed.reshape(heads, tokens, value.shape[-1]).astype(value.dtype)
+    weights, start, mixed = weights.astype(dtype), 0, []
+    for _, value in parts:
+        end = start + value.shape[1]
+        mixed.append(product("hgqk,hkd->hgqd", weights[..., start:end], value.astype(dtype)))
+        start = end
+    return (sum(mixed) / total).reshape(heads, tokens, -1).astype(dtype)
 
 
 def causal_mask(tokens: int, window: Int[Array, ""] | int | None = None) -> Bool[Array, "1 tokens tokens"]:
@@ -98,14 +121,9 @@ def attend_cached(
     cap: float | None = None,
 ) -> Float[Array, "heads tokens dim_value"]:
     """`attend` of tokens at `position` and after it to themselves, `new`, and to those before them, in `cache`."""
-    return attend(
-        query,
-        jnp.concatenate([cache.key.astype(new.key.dtype), new.key], axis=1),
-        jnp.concatenate([cache.value.astype(new.value.dtype), new.value], axis=1),
-        mask=cached_mask(cache, position, query.shape[1], window),
-        scale=scale,
-        cap=cap,
-    )
+    parts = ((cache.key, cache.value), (new.key, new.value))
+    mask = cached_mask(cache, position, query.shape[1], window)
+    return _attend(query, parts, mask=mask, scale=scale, cap=cap)
 
 
 class Attention(eqx.Module):
