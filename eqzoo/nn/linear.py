@@ -13,7 +13,8 @@ from eqzoo.nn.norm import LayerNorm, RMSNorm
 Norm = Callable[[int], LayerNorm | RMSNorm]
 
 
-def _product(weight: Float[Array, "out in"], x: Float[Array, "*axes in"]) -> Float[Array, "*axes out"]:
+def product(weight: Float[Array, "out in"], x: Float[Array, "*axes in"]) -> Float[Array, "*axes out"]:
+    """`x @ weight.T` over the last axis of `x`."""
     # For one row, `weight @ x` reads the weights in their own order: 2.8 times faster on CPU.
     return (weight @ x.reshape(-1)).reshape(*x.shape[:-1], -1) if x.size == x.shape[-1] else x @ weight.T
 
@@ -39,7 +40,7 @@ class Linear(eqx.Module):
         self.weight, self.bias = weight_and_bias(key, (out_features, in_features), init, use_bias=use_bias)
 
     def __call__(self, x: Float[Array, "*axes in"]) -> Float[Array, "*axes out"]:
-        y = _product(self.weight, x)
+        y = product(self.weight, x)
         return y if self.bias is None else y + self.bias
 
 
@@ -56,7 +57,7 @@ class Embedding(eqx.Module):
 
     def scores(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes tokens_known"]:
         """The product with each token's vector: the logits of a model whose head is tied to its embedding."""
-        return _product(self.weight, x)
+        return product(self.weight, x)
 
 
 class MLP(eqx.Module):

@@ -11,6 +11,7 @@ from jaxtyping import Int8 as Int8Array
 
 from eqzoo.nn import Conv2d, Embedding, Linear
 from eqzoo.nn._precision import at_least_float32
+from eqzoo.nn.linear import product
 from eqzoo.tree.paths import leaves_with_paths
 from eqzoo.tree.select import Where, select
 
@@ -49,6 +50,10 @@ class Int8(eqx.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Float[Array, "..."]:
         return _dequantized(self)(*args, **kwargs)
+
+    def scores(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes tokens_known"]:
+        """Those of an embedding."""
+        return product(self.weight, x)
 
 
 @partial(jax.jit, static_argnums=1)

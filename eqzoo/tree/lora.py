@@ -19,6 +19,7 @@ from eqzoo.checkpoint.formats import open_checkpoint, write_safetensors
 from eqzoo.checkpoint.rules import Rule
 from eqzoo.nn import Conv2d, Dropout, Embedding, Linear, conv2d
 from eqzoo.nn._init import normal, torch_default
+from eqzoo.nn.linear import product
 from eqzoo.tree.diff import check_same_structure
 from eqzoo.tree.int8 import Int8
 from eqzoo.tree.noise import key_for
@@ -113,6 +114,10 @@ class LoRA(eqx.Module):
                 f"`lora_keys(model, key)(x)`, or turn training off with `eqx.nn.inference_mode(model)`"
             )
         return self.dropout(x, key=key)
+
+    def scores(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes tokens_known"]:
+        """Those of an embedding."""
+        return product(self.weight, x)
 
     @property
     def change(self) -> Float[Array, "..."]:
