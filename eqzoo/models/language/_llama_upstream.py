@@ -275,7 +275,7 @@ UPSTREAMS = {
     "transformers_smollm3": _upstream(
         "smollm3",
         "SmolLM3ForCausalLM",
-        "SmolLM3-3B",
+        "Llama-2-7b",
         LLAMA,
         {**_BIAS, **_WINDOWS, "mlp_bias": "mlp_bias", "rotated": "rotated"},
         defaults={
@@ -329,7 +329,7 @@ UPSTREAMS = {
     "transformers_granite": _upstream(
         "granite",
         "GraniteForCausalLM",
-        "granite-3.0-2b",
+        "Llama-2-7b",
         LLAMA,
         {
             **_BIAS,
