@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+from eqzoo import nn
+
 LogitFunction = Callable[
     [Float[Array, " vocab"], Int[Array, " length"], Int[Array, ""]],
     Float[Array, " vocab"],
@@ -153,6 +155,7 @@ def _stream(
     state, is_known = _start(model, padded, counts, length, rules)
     if not is_known:
         raise ValueError("generate: a prompt has a token that is negative or not in the model's vocabulary; check ids")
+    writer = nn.in_place(model) if len(prompts) == 1 and _is_on_one_cpu(model) else model
     made = 1
     while True:
         tokens, log_probabilities, ends, done = jax.device_get(
@@ -166,8 +169,14 @@ def _stream(
         if (stopped & ~done).any():
             state = eqx.tree_at(lambda state: state.done, state, jnp.asarray(stopped))
         steps = min(every, max_tokens - made)
-        state = _go_on((model, rules, jnp.int32(steps)), state)
+        state = _go_on((writer, rules, jnp.int32(steps)), state)
         made += steps
+
+
+def _is_on_one_cpu(model: Any) -> bool:
+    arrays = [leaf for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.Array)]
+    devices = {device for array in arrays for device in array.devices()}
+    return len(devices) == 1 and all(device.platform == "cpu" for device in devices)
 
 
 class _Watch:

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import tyro
 
 import eqzoo
-from eqzoo import generation, nn, train
+from eqzoo import generation, train
 from eqzoo.checkpoint.hub import fetch_files
 from eqzoo.data import Tokenizer
+from eqzoo.tree import quantize
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Options:
     """In a chat, what the model is told before."""
     max_tokens: int = 200
     """How many tokens to write at most, each time."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the weights are rounded to."""
+    dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What the weights are rounded to; the smaller, the faster, and the further from what the model would write."""
     seed: int = 0
     """Another one, another text, where tokens are drawn (with a temperature)."""
     sampling: generation.Sampling = generation.Sampling()
@@ -54,9 +55,9 @@ def main(options: Options) -> None:
         raise ValueError("there is no prompt; write one behind the options, or pass --chat")
     folder = Path(options.model)
     source = folder / "model.safetensors" if (folder / "metrics.jsonl").is_file() else options.model
-    model = eqzoo.load(source, dtype=jnp.dtype(options.dtype))
-    if jax.default_backend() == "cpu":
-        model = nn.unstack(model)  # half as fast again, for a longer compilation
+    model = eqzoo.load(source, dtype=jnp.bfloat16 if options.dtype == "bfloat16" else jnp.float32)
+    if options.dtype == "int8":
+        model = quantize(model, "*")
     tokenizer = Tokenizer.load(options.tokenizer or options.model)
     stop_tokens = ends(options.model, tokenizer)
     key = jax.random.key(options.seed)

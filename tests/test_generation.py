@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.generation import logits_process
 
-from eqzoo import generation, nn
+from eqzoo import generation
 from eqzoo.generation import Sampling, generate, stream
 from eqzoo.models.language.gpt2 import FAMILY, GPT2, GPT2Config
 from tests.parity import assert_close, from_torch, randomise
@@ -136,15 +136,6 @@ def test_a_prompt_alone_is_the_same_as_among_others(model):
     together = generate(model, PROMPTS, 20)
     alone = [generate(model, [prompt], 20)[0] for prompt in PROMPTS]
     assert [each.tokens for each in alone] == [each.tokens for each in together]
-
-
-def test_a_model_whose_stack_was_taken_apart_writes_the_same(model):
-    apart = nn.unstack(model)
-    assert [each.shape for each in jax.tree.leaves(apart.blocks.blocks[1].attention.query)] == [(24, 24), (24,)]
-    ours, same = generate(apart, PROMPTS, 20), generate(model, PROMPTS, 20)
-    assert [each.tokens for each in ours] == [each.tokens for each in same]
-    hidden = eqx.filter_jit(lambda model: model.hidden(jnp.array(PROMPTS[1])))
-    assert_close(hidden(apart), np.asarray(hidden(model)), 1e-6)
 
 
 def test_a_long_prompt_is_read_in_parts(model, upstream):

@@ -10,6 +10,7 @@ from eqzoo.nn.activation import quick_gelu as quick_gelu
 from eqzoo.nn.attention import Attention as Attention
 from eqzoo.nn.attention import attend as attend
 from eqzoo.nn.attention import attend_cached as attend_cached
+from eqzoo.nn.attention import attend_to as attend_to
 from eqzoo.nn.attention import cached_mask as cached_mask
 from eqzoo.nn.attention import causal_mask as causal_mask
 from eqzoo.nn.attention import merge_heads as merge_heads
@@ -72,9 +73,8 @@ from eqzoo.nn.scale import SqueezeExcite as SqueezeExcite
 from eqzoo.nn.scale import round_channels as round_channels
 from eqzoo.nn.stack import Stack as Stack
 from eqzoo.nn.stack import Stage as Stage
-from eqzoo.nn.stack import Unstacked as Unstacked
+from eqzoo.nn.stack import in_place as in_place
 from eqzoo.nn.stack import scan_options as scan_options
-from eqzoo.nn.stack import unstack as unstack
 from eqzoo.nn.transformer import TransformerBlock as TransformerBlock
 from eqzoo.nn.window import ContinuousBias as ContinuousBias
 from eqzoo.nn.window import CosineWindowAttention as CosineWindowAttention

@@ -1,17 +1,20 @@
 """Softmax attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from eqzoo.nn._init import Init
 from eqzoo.nn.cache import KVCache
 from eqzoo.nn.dropout import Dropout, split_key
+from eqzoo.nn.in_place import InPlace
 from eqzoo.nn.linear import Linear
 from eqzoo.nn.norm import LayerNorm, RMSNorm
 from eqzoo.nn.position import rotate
@@ -36,27 +39,76 @@ def attend(
     Each key and value head serves `heads / kv_heads` query heads in a row (grouped-query attention, Ainslie et al.,
     2023). The division by the softmax's sum comes last, on the small result instead of the large matrix of weights.
     """
+    mixed = attend_to(
+        query,
+        (KVCache(key, value),),
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        cap=cap,
+        dropout=dropout,
+        dropout_key=dropout_key,
+    )
+    return mixed.astype(value.dtype)
+
+
+def attend_to(
+    query: Float[Array, "heads tokens dim_head"],
+    parts: Sequence[KVCache],
+    *,
+    mask: Bool[Array, "#heads #tokens #keys"] | None = None,
+    bias: Float[Array, "#heads #tokens #keys"] | None = None,
+    scale: Float[Array, ""] | float | None = None,
+    cap: float | None = None,
+    dropout: Dropout | None = None,
+    dropout_key: PRNGKeyArray | None = None,
+) -> Float[Array, "heads tokens dim_value"]:
+    """As `attend`, with keys and values in several parts, which are never copied to lie together."""
     heads, tokens, dim_head = query.shape
-    kv_heads = key.shape[0]
+    kv_heads, dtype = parts[0].key.shape[0], query.dtype
     if heads % kv_heads:
         raise ValueError(f"attend: {heads} query heads can't share {kv_heads} key heads; pass a divisor of {heads}")
     scale = 1 / sqrt(dim_head) if scale is None else scale
     query = (query * scale).reshape(kv_heads, heads // kv_heads, tokens, dim_head)
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.einsum("hgqd,hkd->hgqk", query, key, preferred_element_type=wide)
+    scores = [_scores(query, part.key, wide) for part in parts]
+    scores = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
     if bias is not None:
-        scores = scores + jnp.broadcast_to(bias, (heads, tokens, key.shape[1])).reshape(scores.shape)
+        scores = scores + jnp.broadcast_to(bias, (heads, *scores.shape[2:])).reshape(scores.shape)
     if mask is not None:
-        mask = jnp.broadcast_to(mask, (heads, tokens, key.shape[1])).reshape(scores.shape)
+        mask = jnp.broadcast_to(mask, (heads, *scores.shape[2:])).reshape(scores.shape)
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if dropout is not None:
         weights = dropout(weights, key=dropout_key)
-    mixed = jnp.einsum("hgqk,hkd->hgqd", weights.astype(value.dtype), value, preferred_element_type=wide) / total
-    return mixed.reshape(heads, tokens, value.shape[-1]).astype(value.dtype)
+    weights = jnp.split(weights.astype(dtype), np.cumsum([part.value.shape[-2] for part in parts])[:-1], axis=-1)
+    mixed = sum(_mixed(part_weights, part.value, wide) for part_weights, part in zip(weights, parts, strict=True))
+    return (mixed / total).reshape(heads, tokens, -1).astype(dtype)
+
+
+def _scores(
+    query: Float[Array, "kv_heads group tokens dim_head"],
+    key: Float[Array, "kv_heads keys dim_head"] | InPlace,
+    dtype: DTypeLike,
+) -> Float[Array, "kv_heads group tokens keys"]:
+    if isinstance(key, InPlace) and query.shape[2] == 1:
+        return key.dots(query[:, :, 0].astype(dtype))[:, :, None]
+    key = key.read() if isinstance(key, InPlace) else key
+    return jnp.einsum("hgqd,hkd->hgqk", query, key.astype(query.dtype), preferred_element_type=dtype)
+
+
+def _mixed(
+    weights: Float[Array, "kv_heads group tokens keys"],
+    value: Float[Array, "kv_heads keys dim_value"] | InPlace,
+    dtype: DTypeLike,
+) -> Float[Array, "kv_heads group tokens dim_value"]:
+    if isinstance(value, InPlace) and weights.shape[2] == 1:
+        return value.mix(weights[:, :, 0].astype(dtype))[:, :, None]
+    value = value.read() if isinstance(value, InPlace) else value
+    return jnp.einsum("hgqk,hkd->hgqd", weights, value.astype(weights.dtype), preferred_element_type=dtype)
 
 
 def causal_mask(tokens: int, window: Int[Array, ""] | int | None = None) -> Bool[Array, "1 tokens tokens"]:
@@ -98,14 +150,8 @@ def attend_cached(
     cap: float | None = None,
 ) -> Float[Array, "heads tokens dim_value"]:
     """`attend` of tokens at `position` and after it to themselves, `new`, and to those before them, in `cache`."""
-    return attend(
-        query,
-        jnp.concatenate([cache.key.astype(new.key.dtype), new.key], axis=1),
-        jnp.concatenate([cache.value.astype(new.value.dtype), new.value], axis=1),
-        mask=cached_mask(cache, position, query.shape[1], window),
-        scale=scale,
-        cap=cap,
-    )
+    mask = cached_mask(cache, position, query.shape[1], window)
+    return attend_to(query, (cache, new), mask=mask, scale=scale, cap=cap)
 
 
 class Attention(eqx.Module):

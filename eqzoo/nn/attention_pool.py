@@ -4,6 +4,7 @@ from functools import partial
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqzoo.nn._init import Init
@@ -39,7 +40,7 @@ class AttentionPool(eqx.Module):
         self.heads = heads
 
     def __call__(self, x: Float[Array, "tokens dim"], *, key: PRNGKeyArray | None = None) -> Float[Array, " dim"]:
-        query = split_heads(self.query(self.latent.weight), self.heads)
+        query = split_heads(self.query(self.latent(jnp.arange(1))), self.heads)
         keys, value = split_heads(self.key(x), self.heads), split_heads(self.value(x), self.heads)
         y = self.out(merge_heads(attend(query, keys, value)))
         return (y + self.mlp(self.norm(y), key=key))[0]

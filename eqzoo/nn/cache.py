@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
+from eqzoo.nn.in_place import InPlace
+
 
 class KVCache(eqx.Module):
     """The keys and values of one attention layer, or of several along leading axes.
@@ -16,8 +18,8 @@ class KVCache(eqx.Module):
     keeps the last ones, as a sliding window needs them; what a place holds follows from the number of tokens so far.
     """
 
-    key: Float[Array, "*layers kv_heads places dim_head"]
-    value: Float[Array, "*layers kv_heads places dim_value"]
+    key: Float[Array, "*layers kv_heads places dim_head"] | InPlace
+    value: Float[Array, "*layers kv_heads places dim_value"] | InPlace
 
     @staticmethod
     def empty(
@@ -26,6 +28,10 @@ class KVCache(eqx.Module):
         dim_value = dim_head if dim_value is None else dim_value
         shapes = ((layers, kv_heads, places, dim) for dim in (dim_head, dim_value))
         return KVCache(*(jnp.zeros(shape, dtype) for shape in shapes))
+
+    def in_place(self) -> "KVCache":
+        """The same, to be read without a copy (see `nn.in_place`)."""
+        return jax.tree.map(InPlace.of, self)
 
     def positions(self, end: Int[Array, ""]) -> Int[Array, " places"]:
         """The position that each place holds after `end` tokens; below zero where it holds none."""

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqzoo.nn._init import Init
 from eqzoo.nn._precision import at_least_float32
+from eqzoo.nn.in_place import is_in_place
 from eqzoo.nn.linear import GatedMLP, Linear
-from eqzoo.nn.stack import Stack, Unstacked
+from eqzoo.nn.stack import Stack
 
 Tree = TypeVar("Tree")
 
@@ -27,7 +28,7 @@ class Experts(eqx.Module):
     """
 
     router: Linear
-    experts: Stack[GatedMLP] | Unstacked[GatedMLP]
+    experts: Stack[GatedMLP]
     top_k: int = eqx.field(static=True)
     normalised: bool = eqx.field(static=True)
 
@@ -65,9 +66,8 @@ class Experts(eqx.Module):
         logits = self.router(x)
         weights, chosen = self._choose(logits)
         y = jnp.zeros(x.shape, weights.dtype)
-        if expert is None and isinstance(self.experts, Stack):
-            expert = partial(entry, self.experts.block)
-        if len(x) == 1 and expert is not None:
+        expert = partial(entry, self.experts.block) if expert is None else expert
+        if len(x) == 1:
             add = lambda y, choice: (y + choice[0] * expert(choice[1])(x), None)
             y, _ = jax.lax.scan(add, y, (weights[0], chosen[0]))
         else:
@@ -87,12 +87,14 @@ def entry(tree: Tree, *indices: Int[Array, ""] | int) -> Tree:
     """The entries at `indices` of the leading axes of a tree's arrays."""
 
     def take(leaf):
+        if is_in_place(leaf):
+            return leaf.at(*indices)
         if not eqx.is_array(leaf):
             return leaf
         rest = leaf.shape[len(indices) :]
         return jax.lax.dynamic_slice(leaf, (*indices, *[0] * len(rest)), (*[1] * len(indices), *rest)).reshape(rest)
 
-    return jax.tree.map(take, tree)
+    return jax.tree.map(take, tree, is_leaf=is_in_place)
 
 
 def load_balancing_loss(logits: Float[Array, "*axes experts"], top_k: int) -> Float[Array, ""]:

@@ -4,17 +4,21 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqzoo.nn._init import Init, normal, weight_and_bias
 from eqzoo.nn.dropout import Dropout, split_key
+from eqzoo.nn.in_place import InPlace
 from eqzoo.nn.norm import LayerNorm, RMSNorm
 
 Norm = Callable[[int], LayerNorm | RMSNorm]
 
 
-def product(weight: Float[Array, "out in"], x: Float[Array, "*axes in"]) -> Float[Array, "*axes out"]:
+def product(weight: Float[Array, "out in"] | InPlace, x: Float[Array, "*axes in"]) -> Float[Array, "*axes out"]:
     """`x @ weight.T` over the last axis of `x`."""
+    if isinstance(weight, InPlace):
+        return jnp.vectorize(weight.times, signature="(in)->(out)")(x)
     # For one row, `weight @ x` reads the weights in their own order: 2.8 times faster on CPU.
     return (weight @ x.reshape(-1)).reshape(*x.shape[:-1], -1) if x.size == x.shape[-1] else x @ weight.T
 
@@ -25,7 +29,7 @@ class Linear(eqx.Module):
     With `init`, that draws the weight and the bias starts at zero; without, both start as torch's do.
     """
 
-    weight: Float[Array, "out in"]
+    weight: Float[Array, "out in"] | InPlace
     bias: Float[Array, " out"] | None
 
     def __init__(
@@ -47,13 +51,13 @@ class Linear(eqx.Module):
 class Embedding(eqx.Module):
     """A table of vectors, one per token."""
 
-    weight: Float[Array, "tokens_known dim"]
+    weight: Float[Array, "tokens_known dim"] | InPlace
 
     def __init__(self, size: int, dim: int, *, std: float = 0.02, key: PRNGKeyArray):
         self.weight = normal(key, (size, dim), std)
 
     def __call__(self, tokens: Int[Array, "*axes"]) -> Float[Array, "*axes dim"]:
-        return self.weight[tokens]
+        return self.weight.rows(tokens) if isinstance(self.weight, InPlace) else self.weight[tokens]
 
     def scores(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes tokens_known"]:
         """The product with each token's vector: the logits of a model whose head is tied to its embedding."""

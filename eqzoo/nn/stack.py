@@ -12,7 +12,10 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 
 from eqzoo.nn._conv_primitives import CONVOLUTIONS
 from eqzoo.nn._init import is_traced
+from eqzoo.nn.cache import KVCache
 from eqzoo.nn.dropout import split_key
+from eqzoo.nn.in_place import InPlace, is_in_place
+from eqzoo.nn.linear import Embedding, Linear
 
 Block = TypeVar("Block")
 Tree = TypeVar("Tree")
@@ -42,6 +45,8 @@ class Stack(eqx.Module, Generic[Block]):
 
     def scan(self, step: Callable[[Block, Any, Any], tuple[Any, Any]], carry: Any, xs: Any = None) -> tuple[Any, Any]:
         """`carry, y = step(block, carry, x)` for each layer in turn; `xs` and the stacked `ys` lead with the layer."""
+        if any(map(is_in_place, jax.tree.leaves(self.block, is_leaf=is_in_place))):
+            return self._scan_in_place(step, carry, xs)
         arrays, static = eqx.partition(self.block, eqx.is_array)
 
         def body(carry, layer):
@@ -50,6 +55,22 @@ class Stack(eqx.Module, Generic[Block]):
 
         body = jax.checkpoint(body, prevent_cse=False) if self.remat else keep_products(body)
         return jax.lax.scan(body, carry, (arrays, xs), length=self.depth, unroll=self.unroll)
+
+    def _scan_in_place(
+        self, step: Callable[[Block, Any, Any], tuple[Any, Any]], carry: Any, xs: Any
+    ) -> tuple[Any, Any]:
+        """The loop takes no matrices and caches along, of which it would copy each layer's, but a layer's number."""
+        xs = jax.tree.map(lambda node: node.in_place() if _is_cache(node) else node, xs, is_leaf=_is_cache)
+        in_place, (block, xs) = eqx.partition((self.block, xs), is_in_place, is_leaf=is_in_place)
+        arrays, static = eqx.partition(block, eqx.is_array)
+
+        def body(carry, layer):
+            number, arrays, x = layer
+            matrices = jax.tree.map(lambda node: node.at(number), in_place, is_leaf=is_in_place)
+            block, x = eqx.combine(matrices, (eqx.combine(arrays, static), x), is_leaf=is_in_place)
+            return step(block, carry, x)
+
+        return jax.lax.scan(body, carry, (jnp.arange(self.depth), arrays, xs))
 
     def __call__(
         self, x: Float[Array, "*axes"], *, each: PyTree = None, key: PRNGKeyArray | None = None
@@ -152,46 +173,23 @@ def _first_and_rest(each: PyTree) -> tuple[PyTree, PyTree]:
     return jax.tree.map(lambda array: array[0], each), jax.tree.map(lambda array: array[1:], each)
 
 
-class Unstacked(eqx.Module, Generic[Block]):
-    """The blocks of a `Stack`, each with arrays of its own and laid out one after the other; see `unstack`."""
+def in_place(model: Tree) -> Tree:
+    """A copy of `model`, around the same numbers, that reads its weights and its cache where they lie (see `InPlace`).
 
-    blocks: tuple[Block, ...]
-
-    def __init__(self, stack: Stack[Block]):
-        arrays, static = eqx.partition(stack.block, eqx.is_array)
-        each = (jax.tree.map(lambda array: array[layer], arrays) for layer in range(stack.depth))
-        self.blocks = tuple(eqx.combine(layer, static) for layer in each)
-
-    @property
-    def block(self) -> Block:
-        """The first, where a `Stack` has all in one."""
-        return self.blocks[0]
-
-    @property
-    def depth(self) -> int:
-        return len(self.blocks)
-
-    def scan(self, step: Callable[[Block, Any, Any], tuple[Any, Any]], carry: Any, xs: Any = None) -> tuple[Any, Any]:
-        ys = []
-        for layer, block in enumerate(self.blocks):
-            carry, y = step(block, carry, jax.tree.map(lambda x: x[layer], xs))
-            ys.append(y)
-        return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *ys)
-
-    def __call__(
-        self, x: Float[Array, "*axes"], *, each: PyTree = None, key: PRNGKeyArray | None = None
-    ) -> Float[Array, "*axes"]:
-        return self.scan(_stateless_step, x, (each, _layer_keys(key, self.depth)))[0]
-
-
-def unstack(model: Tree) -> Tree:
-    """A copy of `model` whose stacks' blocks have arrays of their own, to write text faster on CPU.
-
-    XLA:CPU copies the weights of a scanned layer before it multiplies a vector by them, and reads those of others where
-    they are. The program grows with depth, so that it compiles longer; it is for models that don't learn any more.
+    It is for text that is written one token at a time on one CPU: faster there than a scan, which copies each layer's
+    matrices, and with weights of bfloat16 or int8 faster than with float32. `eqzoo.generation` uses it by itself.
     """
-    is_stack = lambda node: isinstance(node, Stack)
-    return jax.tree.map(lambda node: Unstacked(node) if is_stack(node) else node, model, is_leaf=is_stack)
+
+    def change(node):
+        if not isinstance(node, Linear | Embedding) or isinstance(node.weight, InPlace):
+            return node
+        return eqx.tree_at(lambda node: node.weight, node, InPlace.of(node.weight))
+
+    return jax.tree.map(change, model, is_leaf=lambda node: isinstance(node, Linear | Embedding))
+
+
+def _is_cache(node: Any) -> bool:
+    return isinstance(node, KVCache)
 
 
 def scan_options(model: Tree, *, remat: bool | None = None, unroll: int | None = None) -> Tree:

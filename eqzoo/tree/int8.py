@@ -1,5 +1,6 @@
 """Weights stored as int8: a quarter of float32's bytes, computed with as floats."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from jaxtyping import Int8 as Int8Array
 
 from eqzoo.nn import Conv2d, Embedding, Linear
 from eqzoo.nn._precision import at_least_float32
+from eqzoo.nn.in_place import is_in_place
 from eqzoo.nn.linear import product
 from eqzoo.tree.paths import leaves_with_paths
 from eqzoo.tree.select import Where, select
@@ -42,18 +44,29 @@ class Int8(eqx.Module):
 
     @property
     def weight(self) -> Float[Array, "..."]:
-        return (self.layer.weight * at_least_float32(self.scale)).astype(self.scale.dtype)
+        steps = self.layer.weight.read() if is_in_place(self.layer.weight) else self.layer.weight
+        return (steps * at_least_float32(self.scale)).astype(self.scale.dtype)
 
     @property
     def bias(self) -> Float[Array, "..."] | None:
         return self.layer.bias
 
     def __call__(self, *args: Any, **kwargs: Any) -> Float[Array, "..."]:
-        return _dequantized(self)(*args, **kwargs)
+        return (self._in_place() if is_in_place(self.layer.weight) else _dequantized(self))(*args, **kwargs)
 
     def scores(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes tokens_known"]:
         """Those of an embedding."""
-        return product(self.weight, x)
+        return self._scaled(x) if is_in_place(self.layer.weight) else product(self.weight, x)
+
+    def _in_place(self) -> Callable[..., Float[Array, "..."]]:
+        """The layer, computing with the steps as they are and scaling what comes out."""
+        if isinstance(self.layer, Embedding):
+            return lambda tokens: (self.layer.weight.rows(tokens) * self.scale[tokens]).astype(self.scale.dtype)
+        return lambda x: self._scaled(x) if self.bias is None else self._scaled(x) + self.bias
+
+    def _scaled(self, x: Float[Array, "*axes in"]) -> Float[Array, "*axes out"]:
+        y = product(self.layer.weight, at_least_float32(x)) * self.scale[:, 0]
+        return y.astype(jnp.promote_types(x.dtype, self.scale.dtype))
 
 
 @partial(jax.jit, static_argnums=1)

@@ -19,7 +19,6 @@ from eqzoo.checkpoint.formats import open_checkpoint, write_safetensors
 from eqzoo.checkpoint.rules import Rule
 from eqzoo.nn import Conv2d, Dropout, Embedding, Linear, conv2d
 from eqzoo.nn._init import normal, torch_default
-from eqzoo.nn.linear import product
 from eqzoo.tree.diff import check_same_structure
 from eqzoo.tree.int8 import Int8
 from eqzoo.tree.noise import key_for
@@ -117,7 +116,8 @@ class LoRA(eqx.Module):
 
     def scores(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes tokens_known"]:
         """Those of an embedding."""
-        return product(self.weight, x)
+        change = self.alpha / self.rank * (x @ self.up @ self.down)
+        return (self.layer.scores(x) + change).astype(jnp.promote_types(x.dtype, self.layer.weight.dtype))
 
     @property
     def change(self) -> Float[Array, "..."]:

@@ -40,23 +40,19 @@ class Attention(eqx.Module):
         self.dropout = nn.Dropout(dropout)
         self.heads = heads
 
-    def keys_and_values(
-        self, x: Float[Array, "tokens dim"]
-    ) -> tuple[Float[Array, "heads tokens dim_head"], Float[Array, "heads tokens dim_head"]]:
-        return nn.split_heads(self.key(x), self.heads), nn.split_heads(self.value(x), self.heads)
+    def keys_and_values(self, x: Float[Array, "tokens dim"]) -> nn.KVCache:
+        return nn.KVCache(nn.split_heads(self.key(x), self.heads), nn.split_heads(self.value(x), self.heads))
 
     def __call__(
         self,
         x: Float[Array, "tokens dim"],
-        keys: Float[Array, "heads keys dim_head"],
-        values: Float[Array, "heads keys dim_head"],
-        *,
+        *parts: nn.KVCache,
         mask: Bool[Array, "1 #tokens keys"],
         bias: Float[Array, "heads tokens keys"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "tokens dim"]:
         query = nn.split_heads(self.query(x), self.heads)
-        mixed = nn.attend(query, keys, values, mask=mask, bias=bias, scale=1.0, dropout=self.dropout, dropout_key=key)
+        mixed = nn.attend_to(query, parts, mask=mask, bias=bias, scale=1.0, dropout=self.dropout, dropout_key=key)
         return self.out(nn.merge_heads(mixed))
 
 
@@ -84,7 +80,7 @@ class EncoderBlock(eqx.Module):
     ) -> Float[Array, "tokens dim"]:
         key_attention, key_dropout, key_mlp = nn.split_key(key, 3)
         y = self.norm1(x)
-        y = self.attention(y, *self.attention.keys_and_values(y), mask=mask, bias=bias, key=key_attention)
+        y = self.attention(y, self.attention.keys_and_values(y), mask=mask, bias=bias, key=key_attention)
         x = x + self.dropout(y, key=key_dropout)
         return x + self.mlp(self.norm2(x), key=key_mlp)
 
@@ -120,7 +116,7 @@ class DecoderBlock(eqx.Module):
         self,
         x: Float[Array, "answer dim"],
         held: nn.KVCache | None,
-        source: tuple[Float[Array, "heads tokens dim_head"], Float[Array, "heads tokens dim_head"]],
+        source: nn.KVCache,
         *,
         mask: Bool[Array, "1 answer keys"],
         bias: Float[Array, "heads answer keys"],
@@ -130,15 +126,11 @@ class DecoderBlock(eqx.Module):
         """And the keys and values of these tokens. `held` are those of the answer so far, `source` of the text."""
         key_attention, key_dropout, key_cross, key_cross_dropout, key_mlp = nn.split_key(key, 5)
         y = self.norm1(x)
-        new = nn.KVCache(*self.attention.keys_and_values(y))
-        keys, values = new.key, new.value
-        if held is not None:
-            keys = jnp.concatenate([held.key.astype(keys.dtype), keys], axis=1)
-            values = jnp.concatenate([held.value.astype(values.dtype), values], axis=1)
-        y = self.attention(y, keys, values, mask=mask, bias=bias, key=key_attention)
+        new = self.attention.keys_and_values(y)
+        parts = (new,) if held is None else (held, new)
+        y = self.attention(y, *parts, mask=mask, bias=bias, key=key_attention)
         x = x + self.dropout(y, key=key_dropout)
-        keys, values = (array.astype(x.dtype) for array in source)
-        y = self.cross_attention(self.cross_norm(x), keys, values, mask=source_mask, key=key_cross)
+        y = self.cross_attention(self.cross_norm(x), source, mask=source_mask, key=key_cross)
         x = x + self.dropout(y, key=key_cross_dropout)
         return x + self.mlp(self.norm2(x), key=key_mlp), new
 

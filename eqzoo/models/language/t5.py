@@ -195,10 +195,10 @@ class T5(eqx.Module):
         config = self.config
         dtype = self.embedding.weight.dtype if dtype is None else dtype
         step = lambda block, carry, x: (carry, block.cross_attention.keys_and_values(encoded))
-        _, (keys, values) = self.decoder.blocks.scan(step, None)
+        _, source = self.decoder.blocks.scan(step, None)
         own = nn.KVCache.empty(config.decoder_depth, config.heads, length, config.dim_head, dtype=dtype)
-        source = (keys.astype(dtype), values.astype(dtype), _source_mask(mask, encoded.shape[0]))
-        return nn.Cache.empty((own, source), length)
+        held = (source.key.astype(dtype), source.value.astype(dtype), _source_mask(mask, encoded.shape[0]))
+        return nn.Cache.empty((own, held), length)
 
     @typed
     def extend(
@@ -216,7 +216,7 @@ class T5(eqx.Module):
             held, source = layer
             return block(x, held, source, mask=mask, bias=bias, source_mask=source_mask)
 
-        x, new = self.decoder.blocks.scan(step, self.embedding(tokens), (own, (keys, values)))
+        x, new = self.decoder.blocks.scan(step, self.embedding(tokens), (own, nn.KVCache(keys, values)))
         return self.decoder.norm(x), cache.extend((new, (keys, values, source_mask)), length, count)
 
     def answering(self, tokens: Int[Array, " tokens"], *, mask: Bool[Array, " tokens"] | None = None) -> "Answering":

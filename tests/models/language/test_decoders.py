@@ -207,10 +207,9 @@ def test_greedy_generation_is_upstreams(subject):
         assert found.tokens == theirs[0, len(prompt) :].tolist()
 
 
-def test_the_stack_can_be_taken_apart(subject):
-    chunk = lambda model: model.extend(TOKENS[:5], model.empty_cache(24), count=jnp.int32(3))
-    stacked = eqx.filter_eval_shape(chunk, subject.model)
-    assert eqx.filter_eval_shape(chunk, eqx.filter_eval_shape(nn.unstack, subject.model)) == stacked
+def test_weights_read_in_place_are_the_same_weights(subject):
+    states, _ = in_chunks(nn.in_place(subject.model), TOKENS, [1] * 16, 1, 24)
+    assert_close(states, np.asarray(hidden(subject.model, TOKENS)), 1e-5)
 
 
 @eqx.filter_jit

@@ -232,15 +232,6 @@ def test_a_single_token_copies_no_experts():
     assert memory.temp_size_in_bytes < 4 * expert
 
 
-@pytest.mark.parametrize("option", ["mixtral", "qwen3 dense"])
-def test_blocks_taken_apart_compute_the_same(option, saved):
-    model = eqzoo.load(saved(tiny(option)))
-    apart = eqzoo.nn.unstack(model)
-    assert_close(predict(apart, jnp.asarray(TOKENS)), np.asarray(predict(model, jnp.asarray(TOKENS))), 1e-5)
-    step = eqx.filter_jit(lambda model: model.extend(jnp.array([3]), model.empty_cache(4))[0])
-    assert_close(step(apart), np.asarray(step(model)), 1e-5)
-
-
 CONFIG = MixtralConfig(dim=8, depth=2, heads=2, kv_heads=1, hidden=8, experts=3, vocab=9)
 
 

@@ -1,0 +1,124 @@
+"""Matrices read where they lie, to write text one token at a time on CPU.
+
+Before it multiplies a vector by a matrix, XLA:CPU copies the matrix if a scan over layers sliced it, or if it is not of
+float32. But what is elementwise it fuses: so here blocks of columns are sliced, converted, multiplied and added up in
+one loop, and every number is read once, in the bytes that it is stored in.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
+
+from eqzoo.nn._init import is_traced
+
+_BLOCKS = 24  # with more, the loop over them runs out of registers
+_NARROWEST = 32  # columns, so that the loop takes several at a time
+
+
+class InPlace(eqx.Module):
+    """A matrix, or several of equal shape: what `array` has at `index` of its leading axes, of which no copy is made.
+
+    Numbers of bfloat16 are held as their bits: XLA:CPU turns a whole array of that type into float32 before it slices
+    it, but widens integers as it reads them.
+    """
+
+    array: Shaped[Array, "..."]
+    index: tuple[Int[Array, ""] | int, ...]
+    dtype: DTypeLike = eqx.field(static=True)
+
+    @staticmethod
+    def of(array: Shaped[Array, "..."]) -> "InPlace":
+        return InPlace(_bits(array) if array.dtype == jnp.bfloat16 else array, (), array.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape[len(self.index) :]
+
+    def at(self, *index: Int[Array, ""] | int) -> "InPlace":
+        """What is at `index` of the first axes that have none yet."""
+        return InPlace(self.array, (*self.index, *index), self.dtype)
+
+    def read(self) -> Shaped[Array, "..."]:
+        """A copy."""
+        return self._numbers(self.array[self.index])
+
+    def rows(self, numbers: Int[Array, "*axes"]) -> Shaped[Array, "*axes in"]:
+        """Some rows of the matrix."""
+        return self._numbers(self.array[*self.index, numbers])
+
+    def times(self, x: Float[Array, " in"]) -> Float[Array, " out"]:
+        """The matrix times a vector, in the vector's dtype or the matrix's, whichever is wider."""
+        dtype = jnp.promote_types(x.dtype, self.dtype)
+        if not self.index and self.array.dtype == jnp.float32:
+            return self.array @ x.astype(dtype)  # which copies nothing
+        x = _computed_once(x.astype(jnp.promote_types(dtype, jnp.float32)))
+        # Without the barrier, XLA would cut and widen the blocks of a matrix before a loop over tokens, and keep them.
+        array, x = jax.lax.optimization_barrier((self.array, x))
+        matrix = InPlace(array, self.index, self.dtype)
+        part = lambda block: matrix._block(block, axis=-1) * x[block]
+        return _added_up(part, self.shape[-1], _NARROWEST, axis=-1).astype(dtype)
+
+    def dots(self, queries: Float[Array, "heads group dim"]) -> Float[Array, "heads group places"]:
+        """The products of each head's vectors with the rows of its matrix."""
+        queries = _computed_once(queries)
+        part = lambda block: self._block(block, axis=-1)[:, None] * queries[:, :, None, block]
+        return _added_up(part, self.shape[-1], _NARROWEST, axis=-1)
+
+    def mix(self, weights: Float[Array, "heads group places"]) -> Float[Array, "heads group dim"]:
+        """The sums of the rows of each head's matrix, weighted."""
+        weights = _computed_once(weights)
+        part = lambda block: self._block(block, axis=-2)[:, None] * weights[:, :, block, None]
+        return _added_up(part, self.shape[-2], 1, axis=-2)
+
+    def _block(self, block: slice, axis: int) -> Float[Array, "..."]:
+        sizes = list(self.shape)
+        sizes[axis] = block.stop - block.start
+        starts = [0] * len(sizes)
+        starts[axis] = block.start
+        starts = [jnp.asarray(start, jnp.int32) for start in (*self.index, *starts)]
+        taken = jax.lax.dynamic_slice(self.array, starts, (*[1] * len(self.index), *sizes)).reshape(sizes)
+        if self.dtype == jnp.bfloat16:  # which is the upper half of a float32
+            return jax.lax.bitcast_convert_type(taken.astype(jnp.uint32) << 16, jnp.float32)
+        return taken.astype(jnp.promote_types(self.dtype, jnp.float32))
+
+    def _numbers(self, array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        return array if array.dtype == self.dtype else jax.lax.bitcast_convert_type(array, self.dtype)
+
+
+def is_in_place(node: Any) -> bool:
+    return isinstance(node, InPlace)
+
+
+def _bits(array: Shaped[Array, "*axes"]) -> Shaped[Array, "*axes"]:
+    if is_traced(array):
+        return jax.lax.bitcast_convert_type(array, jnp.uint16)
+    return jax.device_put(np.asarray(array).view(np.uint16), may_alias=True)  # the same memory
+
+
+def _added_up(
+    part: Callable[[slice], Float[Array, "..."]], length: int, narrowest: int, *, axis: int
+) -> Float[Array, "..."]:
+    """The sum along `axis`, whose `length` numbers `part` gives a block at a time."""
+    width = min(length, max(narrowest, length // _BLOCKS // narrowest * narrowest))
+    whole = length - length % width
+    total = sum(part(slice(start, start + width)) for start in range(0, whole, width))
+    y = _sum(jnp.asarray(total), axis)
+    return y if whole == length else y + _sum(part(slice(whole, length)), axis)
+
+
+def _computed_once(x: Float[Array, "*axes n"]) -> Float[Array, "*axes n"]:
+    """The same numbers, which XLA:CPU would compute again for each row of a matrix, if not for this product."""
+    flat = x.reshape(-1)
+    return (jnp.ones(2, x.dtype) @ jnp.stack([flat, jnp.zeros_like(flat)])).reshape(x.shape)
+
+
+def _sum(array: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """As a product, because XLA:CPU would fuse a sum with what is added, and then has no fast loop for either."""
+    ones = jnp.ones(array.shape[axis], array.dtype)
+    return array @ ones if axis == -1 else ones @ array
