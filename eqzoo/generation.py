@@ -152,10 +152,11 @@ def _stream(
     padded = np.zeros((len(prompts), _power_of_two(max(map(len, prompts)))), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    state, is_known = _start(model, padded, counts, length, rules)
+    at_once = len(prompts) > 1 or not _is_on_one_cpu(model)
+    state, is_known = _start(model, padded, counts, length, rules, in_place=not at_once)
     if not is_known:
         raise ValueError("generate: a prompt has a token that is negative or not in the model's vocabulary; check ids")
-    writer = nn.in_place(model) if len(prompts) == 1 and _is_on_one_cpu(model) else model
+    model = model if at_once else nn.in_place(model)
     made = 1
     while True:
         tokens, log_probabilities, ends, done = jax.device_get(
@@ -169,7 +170,7 @@ def _stream(
         if (stopped & ~done).any():
             state = eqx.tree_at(lambda state: state.done, state, jnp.asarray(stopped))
         steps = min(every, max_tokens - made)
-        state = _go_on((writer, rules, jnp.int32(steps)), state)
+        state = _go_on((model, rules, jnp.int32(steps)), state)
         made += steps
 
 
@@ -342,6 +343,8 @@ def _start(
     counts: Int[Array, " batch"] | Int[np.ndarray, " batch"],
     length: int,
     rules: _Rules,
+    *,
+    in_place: bool,
 ) -> tuple[_State, Bool[Array, ""]]:
     """Read the prompts, right-padded, and choose the first token after each; whether the vocabulary has all of them."""
     batch, longest = prompts.shape
@@ -364,6 +367,7 @@ def _start(
     if longest > size:
         carry, _ = jax.lax.scan(read, carry, jax.tree.map(lambda part: part[1:], parts))
     cache, last = carry
+    cache = nn.in_place(cache) if in_place else cache
     logits = _over_batch(model.logits, last)
 
     vocab = logits.shape[1]

@@ -1,6 +1,8 @@
 """What a decoder keeps of the tokens it has seen, so that each further one costs no more than itself."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -29,10 +31,6 @@ class KVCache(eqx.Module):
         shapes = ((layers, kv_heads, places, dim) for dim in (dim_head, dim_value))
         return KVCache(*(jnp.zeros(shape, dtype) for shape in shapes))
 
-    def in_place(self) -> "KVCache":
-        """The same, to be read without a copy (see `nn.in_place`)."""
-        return jax.tree.map(InPlace.of, self)
-
     def positions(self, end: Int[Array, ""]) -> Int[Array, " places"]:
         """The position that each place holds after `end` tokens; below zero where it holds none."""
         places = self.key.shape[-2]
@@ -41,9 +39,15 @@ class KVCache(eqx.Module):
     def write(self, new: "KVCache", position: Int[Array, ""], count: Int[Array, ""] | None = None) -> "KVCache":
         """With the first `count` (by default, all) of `new`'s tokens at `position` and after it."""
         if new.key.shape[-2] == 1:
-            return jax.tree.map(partial(_put_token, position=position, count=count), self, new)
-        held = self.positions(position + (new.key.shape[-2] if count is None else count))
-        return jax.tree.map(partial(_put_tokens, position=position, held=held), self, new)
+            put = partial(_put_token, position=position, count=count)
+        else:
+            held = self.positions(position + (new.key.shape[-2] if count is None else count))
+            put = partial(_put_tokens, position=position, held=held)
+        return KVCache(_written(put, self.key, new.key), _written(put, self.value, new.value))
+
+
+def _written(put: Callable[[Array, Array], Array], old: Any, new: Any) -> Any:
+    return old.with_entries(put, new) if isinstance(old, InPlace) else put(old, new)
 
 
 def _put_token(old: Array, new: Array, position: Int[Array, ""], count: Int[Array, ""] | None) -> Array:

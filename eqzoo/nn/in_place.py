@@ -33,8 +33,8 @@ class InPlace(eqx.Module):
     dtype: DTypeLike = eqx.field(static=True)
 
     @staticmethod
-    def of(array: Shaped[Array, "..."]) -> "InPlace":
-        return InPlace(_bits(array) if array.dtype == jnp.bfloat16 else array, (), array.dtype)
+    def of(array: "Shaped[Array, '...'] | InPlace") -> "InPlace":
+        return array if isinstance(array, InPlace) else InPlace(_stored(array), (), array.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,6 +43,10 @@ class InPlace(eqx.Module):
     def at(self, *index: Int[Array, ""] | int) -> "InPlace":
         """What is at `index` of the first axes that have none yet."""
         return InPlace(self.array, (*self.index, *index), self.dtype)
+
+    def with_entries(self, put: Callable[[Array, Array], Array], new: Shaped[Array, "..."]) -> "InPlace":
+        """The array as `put(array, new)` leaves it."""
+        return InPlace(put(self.array, _stored(new.astype(self.dtype))), self.index, self.dtype)
 
     def read(self) -> Shaped[Array, "..."]:
         """A copy."""
@@ -95,7 +99,9 @@ def is_in_place(node: Any) -> bool:
     return isinstance(node, InPlace)
 
 
-def _bits(array: Shaped[Array, "*axes"]) -> Shaped[Array, "*axes"]:
+def _stored(array: Shaped[Array, "*axes"]) -> Shaped[Array, "*axes"]:
+    if array.dtype != jnp.bfloat16:
+        return array
     if is_traced(array):
         return jax.lax.bitcast_convert_type(array, jnp.uint16)
     return jax.device_put(np.asarray(array).view(np.uint16), may_alias=True)  # the same memory

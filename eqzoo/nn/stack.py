@@ -59,8 +59,7 @@ class Stack(eqx.Module, Generic[Block]):
     def _scan_in_place(
         self, step: Callable[[Block, Any, Any], tuple[Any, Any]], carry: Any, xs: Any
     ) -> tuple[Any, Any]:
-        """The loop takes no matrices and caches along, of which it would copy each layer's, but a layer's number."""
-        xs = jax.tree.map(lambda node: node.in_place() if _is_cache(node) else node, xs, is_leaf=_is_cache)
+        """The loop takes no matrices along, of which it would copy each layer's, but a layer's number."""
         in_place, (block, xs) = eqx.partition((self.block, xs), is_in_place, is_leaf=is_in_place)
         arrays, static = eqx.partition(block, eqx.is_array)
 
@@ -173,23 +172,21 @@ def _first_and_rest(each: PyTree) -> tuple[PyTree, PyTree]:
     return jax.tree.map(lambda array: array[0], each), jax.tree.map(lambda array: array[1:], each)
 
 
-def in_place(model: Tree) -> Tree:
-    """A copy of `model`, around the same numbers, that reads its weights and its cache where they lie (see `InPlace`).
+def in_place(tree: Tree) -> Tree:
+    """A model, or a cache, around the same numbers, which are read where they lie (see `InPlace`).
 
     It is for text that is written one token at a time on one CPU: faster there than a scan, which copies each layer's
-    matrices, and with weights of bfloat16 or int8 faster than with float32. `eqzoo.generation` uses it by itself.
+    matrices, and with weights of bfloat16 or int8 faster than with float32. `eqzoo.generation` does it by itself.
     """
 
     def change(node):
-        if not isinstance(node, Linear | Embedding) or isinstance(node.weight, InPlace):
-            return node
-        return eqx.tree_at(lambda node: node.weight, node, InPlace.of(node.weight))
+        if isinstance(node, KVCache):
+            return KVCache(InPlace.of(node.key), InPlace.of(node.value))
+        if isinstance(node, Linear | Embedding):
+            return eqx.tree_at(lambda node: node.weight, node, InPlace.of(node.weight))
+        return node
 
-    return jax.tree.map(change, model, is_leaf=lambda node: isinstance(node, Linear | Embedding))
-
-
-def _is_cache(node: Any) -> bool:
-    return isinstance(node, KVCache)
+    return jax.tree.map(change, tree, is_leaf=lambda node: isinstance(node, KVCache | Linear | Embedding))
 
 
 def scan_options(model: Tree, *, remat: bool | None = None, unroll: int | None = None) -> Tree:

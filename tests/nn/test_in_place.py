@@ -104,30 +104,36 @@ def logits(model: Any, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
 def test_a_model_computes_the_same(kind):
     model = MODELS[kind](small())
     tolerance = 2e-2 if "bfloat16" in kind else 1e-5
-    cache = same = model.empty_cache(8)
+    other = model.empty_cache(8)
+    cache = nn.in_place(other)
     for tokens in ([1, 5, 3], [8], [2]):  # several at a time read copies
         found, cache = logits(nn.in_place(model), jnp.array(tokens), cache)
-        expected, same = logits(model, jnp.array(tokens), same)
+        expected, other = logits(model, jnp.array(tokens), other)
         assert found.dtype == expected.dtype
         assert_close(found, np.asarray(expected, np.float32), tolerance)
-    jax.tree.map(lambda a, b: assert_close(a, np.asarray(b, np.float32), tolerance), cache, same)
+    assert cache.position == 5
+    for held, expected in ((cache.layers.key, other.layers.key), (cache.layers.value, other.layers.value)):
+        assert held.dtype == expected.dtype
+        assert_close(held.read(), np.asarray(expected, np.float32), tolerance)
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_a_step_copies_no_matrix(kind):
     model = nn.in_place(MODELS[kind](small(dim=768, depth=2)))
-    memory = logits.lower(model, jnp.array([1]), model.empty_cache(64)).compile().compiled.memory_analysis()
+    cache = nn.in_place(model.empty_cache(256))
+    memory = logits.lower(model, jnp.array([1]), cache).compile().compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 768 * 768
 
 
 def test_what_is_in_place_stays_as_it_is():
     model = nn.in_place(small())
-    assert eqx.tree_equal(nn.in_place(model), model)
+    cache = nn.in_place(model.empty_cache(4))
+    assert eqx.tree_equal(nn.in_place((model, cache)), (model, cache))
 
 
 def test_the_program_is_as_large_for_many_layers_as_for_few():
     def size(depth: int) -> int:
-        step = lambda model: model.extend(jnp.array([1]), model.empty_cache(8))[0]
+        step = lambda model: model.extend(jnp.array([1]), nn.in_place(model.empty_cache(8)))[0]
         return str(eqx.filter_make_jaxpr(step)(nn.in_place(small(depth=depth)))[0]).count("\n")
 
     assert size(2) == size(12)

@@ -229,8 +229,8 @@ class Gemma(eqx.Module):
             """How the layer that is the `number`th of its kind attends."""
             window = config.window if kind == "local" else None
             attend = partial(nn.attend_cached, position=position, window=window, scale=self._scale)
-            held = lambda: jax.tree.map(lambda array: array[number], cache.layers[kind])
-            return lambda query, new: attend(query, new, held(), cap=config.attention_cap)
+            held = cache.layers[kind]
+            return lambda query, new: attend(query, new, nn.entry(held, number), cap=config.attention_cap)
 
         def step(block: Block, x: Array, layer: tuple[Array, Array]) -> tuple[Array, nn.KVCache]:
             of_window, number = layer
