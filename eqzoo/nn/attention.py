@@ -8,13 +8,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from eqzoo.nn._init import Init
 from eqzoo.nn.cache import KVCache
 from eqzoo.nn.dropout import Dropout, split_key
-from eqzoo.nn.in_place import InPlace
 from eqzoo.nn.linear import Linear
 from eqzoo.nn.norm import LayerNorm, RMSNorm
 from eqzoo.nn.position import rotate
@@ -71,7 +69,9 @@ def attend_to(
     scale = 1 / sqrt(dim_head) if scale is None else scale
     query = (query * scale).reshape(kv_heads, heads // kv_heads, tokens, dim_head)
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    scores = [_scores(query, part.key, wide) for part in parts]
+    product = partial(jnp.einsum, preferred_element_type=wide)
+    keys, values = zip(*(part.read() for part in parts), strict=True)
+    scores = [product("hgqd,hkd->hgqk", query, key.astype(dtype)) for key in keys]
     scores = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
@@ -84,31 +84,10 @@ def attend_to(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if dropout is not None:
         weights = dropout(weights, key=dropout_key)
-    weights = jnp.split(weights.astype(dtype), np.cumsum([part.value.shape[-2] for part in parts])[:-1], axis=-1)
-    mixed = sum(_mixed(part_weights, part.value, wide) for part_weights, part in zip(weights, parts, strict=True))
-    return (mixed / total).reshape(heads, tokens, -1).astype(dtype)
-
-
-def _scores(
-    query: Float[Array, "kv_heads group tokens dim_head"],
-    key: Float[Array, "kv_heads keys dim_head"] | InPlace,
-    dtype: DTypeLike,
-) -> Float[Array, "kv_heads group tokens keys"]:
-    if isinstance(key, InPlace) and query.shape[2] == 1:
-        return key.dots(query[:, :, 0].astype(dtype))[:, :, None]
-    key = key.read() if isinstance(key, InPlace) else key
-    return jnp.einsum("hgqd,hkd->hgqk", query, key.astype(query.dtype), preferred_element_type=dtype)
-
-
-def _mixed(
-    weights: Float[Array, "kv_heads group tokens keys"],
-    value: Float[Array, "kv_heads keys dim_value"] | InPlace,
-    dtype: DTypeLike,
-) -> Float[Array, "kv_heads group tokens dim_value"]:
-    if isinstance(value, InPlace) and weights.shape[2] == 1:
-        return value.mix(weights[:, :, 0].astype(dtype))[:, :, None]
-    value = value.read() if isinstance(value, InPlace) else value
-    return jnp.einsum("hgqk,hkd->hgqd", weights, value.astype(weights.dtype), preferred_element_type=dtype)
+    ends = np.cumsum([value.shape[1] for value in values])
+    weights = jnp.split(weights.astype(dtype), ends[:-1], axis=-1)
+    mixed = map(lambda weights, value: product("hgqk,hkd->hgqd", weights, value.astype(dtype)), weights, values)
+    return (sum(mixed) / total).reshape(heads, tokens, -1).astype(dtype)
 
 
 def causal_mask(tokens: int, window: Int[Array, ""] | int | None = None) -> Bool[Array, "1 tokens tokens"]:

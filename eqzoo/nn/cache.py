@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from eqzoo.nn.in_place import InPlace
+from eqzoo.nn.in_place import InPlace, is_in_place
 
 
 class KVCache(eqx.Module):
@@ -31,6 +31,10 @@ class KVCache(eqx.Module):
         shapes = ((layers, kv_heads, places, dim) for dim in (dim_head, dim_value))
         return KVCache(*(jnp.zeros(shape, dtype) for shape in shapes))
 
+    def read(self) -> tuple[Float[Array, "kv_heads places dim_head"], Float[Array, "kv_heads places dim_value"]]:
+        """The keys and the values of one layer, as arrays."""
+        return _array(self.key), _array(self.value)
+
     def positions(self, end: Int[Array, ""]) -> Int[Array, " places"]:
         """The position that each place holds after `end` tokens; below zero where it holds none."""
         places = self.key.shape[-2]
@@ -46,8 +50,12 @@ class KVCache(eqx.Module):
         return KVCache(_written(put, self.key, new.key), _written(put, self.value, new.value))
 
 
+def _array(held: Any) -> Array:
+    return held.read() if is_in_place(held) else held
+
+
 def _written(put: Callable[[Array, Array], Array], old: Any, new: Any) -> Any:
-    return old.with_entries(put, new) if isinstance(old, InPlace) else put(old, new)
+    return old.with_entries(put, new) if is_in_place(old) else put(old, new)
 
 
 def _put_token(old: Array, new: Array, position: Int[Array, ""], count: Int[Array, ""] | None) -> Array:

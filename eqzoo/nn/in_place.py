@@ -6,6 +6,8 @@ one loop, and every number is read once, in the bytes that it is stored in.
 """
 
 from collections.abc import Callable
+from functools import reduce
+from operator import add
 from typing import Any
 
 import equinox as eqx
@@ -50,7 +52,7 @@ class InPlace(eqx.Module):
 
     def read(self) -> Shaped[Array, "..."]:
         """A copy."""
-        return self._numbers(self.array[self.index])
+        return self._numbers(self._taken((0,) * len(self.shape), self.shape))
 
     def rows(self, numbers: Int[Array, "*axes"]) -> Shaped[Array, "*axes in"]:
         """Some rows of the matrix."""
@@ -65,31 +67,25 @@ class InPlace(eqx.Module):
         # Without the barrier, XLA would cut and widen the blocks of a matrix before a loop over tokens, and keep them.
         array, x = jax.lax.optimization_barrier((self.array, x))
         matrix = InPlace(array, self.index, self.dtype)
-        part = lambda block: matrix._block(block, axis=-1) * x[block]
-        return _added_up(part, self.shape[-1], _NARROWEST, axis=-1).astype(dtype)
+        part = lambda block: matrix._columns(block) * x[block]
+        inputs = self.shape[-1]
+        width = min(inputs, max(_NARROWEST, inputs // _BLOCKS // _NARROWEST * _NARROWEST))
+        whole = inputs - inputs % width
+        blocks = [slice(start, start + width) for start in range(0, whole, width)]
+        y = _sum_of_columns(reduce(add, map(part, blocks)))
+        y = y if whole == inputs else y + _sum_of_columns(part(slice(whole, inputs)))
+        return y.astype(dtype)
 
-    def dots(self, queries: Float[Array, "heads group dim"]) -> Float[Array, "heads group places"]:
-        """The products of each head's vectors with the rows of its matrix."""
-        queries = _computed_once(queries)
-        part = lambda block: self._block(block, axis=-1)[:, None] * queries[:, :, None, block]
-        return _added_up(part, self.shape[-1], _NARROWEST, axis=-1)
-
-    def mix(self, weights: Float[Array, "heads group places"]) -> Float[Array, "heads group dim"]:
-        """The sums of the rows of each head's matrix, weighted."""
-        weights = _computed_once(weights)
-        part = lambda block: self._block(block, axis=-2)[:, None] * weights[:, :, block, None]
-        return _added_up(part, self.shape[-2], 1, axis=-2)
-
-    def _block(self, block: slice, axis: int) -> Float[Array, "..."]:
-        sizes = list(self.shape)
-        sizes[axis] = block.stop - block.start
-        starts = [0] * len(sizes)
-        starts[axis] = block.start
-        starts = [jnp.asarray(start, jnp.int32) for start in (*self.index, *starts)]
-        taken = jax.lax.dynamic_slice(self.array, starts, (*[1] * len(self.index), *sizes)).reshape(sizes)
+    def _columns(self, block: slice) -> Float[Array, "out width"]:
+        """A block of columns, as wide numbers."""
+        taken = self._taken((0, block.start), (self.shape[-2], block.stop - block.start))
         if self.dtype == jnp.bfloat16:  # which is the upper half of a float32
             return jax.lax.bitcast_convert_type(taken.astype(jnp.uint32) << 16, jnp.float32)
         return taken.astype(jnp.promote_types(self.dtype, jnp.float32))
+
+    def _taken(self, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Shaped[Array, "..."]:
+        every = [jnp.asarray(start, jnp.int32) for start in (*self.index, *starts)]
+        return jax.lax.dynamic_slice(self.array, every, (*[1] * len(self.index), *sizes)).reshape(sizes)
 
     def _numbers(self, array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         return array if array.dtype == self.dtype else jax.lax.bitcast_convert_type(array, self.dtype)
@@ -107,24 +103,11 @@ def _stored(array: Shaped[Array, "*axes"]) -> Shaped[Array, "*axes"]:
     return jax.device_put(np.asarray(array).view(np.uint16), may_alias=True)  # the same memory
 
 
-def _added_up(
-    part: Callable[[slice], Float[Array, "..."]], length: int, narrowest: int, *, axis: int
-) -> Float[Array, "..."]:
-    """The sum along `axis`, whose `length` numbers `part` gives a block at a time."""
-    width = min(length, max(narrowest, length // _BLOCKS // narrowest * narrowest))
-    whole = length - length % width
-    total = sum(part(slice(start, start + width)) for start in range(0, whole, width))
-    y = _sum(jnp.asarray(total), axis)
-    return y if whole == length else y + _sum(part(slice(whole, length)), axis)
-
-
-def _computed_once(x: Float[Array, "*axes n"]) -> Float[Array, "*axes n"]:
+def _computed_once(x: Float[Array, " n"]) -> Float[Array, " n"]:
     """The same numbers, which XLA:CPU would compute again for each row of a matrix, if not for this product."""
-    flat = x.reshape(-1)
-    return (jnp.ones(2, x.dtype) @ jnp.stack([flat, jnp.zeros_like(flat)])).reshape(x.shape)
+    return jnp.ones(2, x.dtype) @ jnp.stack([x, jnp.zeros_like(x)])
 
 
-def _sum(array: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+def _sum_of_columns(columns: Float[Array, "out width"]) -> Float[Array, " out"]:
     """As a product, because XLA:CPU would fuse a sum with what is added, and then has no fast loop for either."""
-    ones = jnp.ones(array.shape[axis], array.dtype)
-    return array @ ones if axis == -1 else ones @ array
+    return columns @ jnp.ones(columns.shape[1], columns.dtype)

@@ -38,19 +38,6 @@ def test_a_matrix_times_a_vector(axes, inputs, dtype):
         assert_close(y, matrix @ x, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("places", [1, 6, 50, 256])
-@pytest.mark.parametrize("dim", [5, 64])
-def test_queries_times_keys_and_weights_times_values(dim, places, dtype):
-    held = drawn((4, 2, places, dim), dtype)
-    queries, weights = drawn((2, 3, dim), seed=1), drawn((2, 3, places), seed=2)
-    both = jax.jit(lambda held, queries, weights: (held.dots(queries), held.mix(weights)))
-    dots, mixed = both(InPlace.of(held).at(jnp.int32(3)), queries, weights)
-    held, queries, weights = exact(held[3], queries, weights)
-    assert_close(dots, np.einsum("hgd,hpd->hgp", queries, held), 1e-6)
-    assert_close(mixed, np.einsum("hgp,hpd->hgd", weights, held), 1e-6)
-
-
 @pytest.mark.parametrize("dtype", DTYPES[:4], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_copies_are_the_numbers_themselves(dtype, compiled):
@@ -120,7 +107,7 @@ def test_a_model_computes_the_same(kind):
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_a_step_copies_no_matrix(kind):
     model = nn.in_place(MODELS[kind](small(dim=768, depth=2)))
-    cache = nn.in_place(model.empty_cache(256))
+    cache = nn.in_place(model.empty_cache(16))
     memory = logits.lower(model, jnp.array([1]), cache).compile().compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 768 * 768
 
