@@ -275,7 +275,7 @@ UPSTREAMS = {
     "transformers_smollm3": _upstream(
         "smollm3",
         "SmolLM3ForCausalLM",
-        "Llama-2-7b",
+        "SmolLM3-3B",
         LLAMA,
         {**_BIAS, **_WINDOWS, "mlp_bias": "mlp_bias", "rotated": "rotated"},
         defaults={
@@ -329,7 +329,7 @@ UPSTREAMS = {
     "transformers_granite": _upstream(
         "granite",
         "GraniteForCausalLM",
-        "Llama-2-7b",
+        "granite-3.0-2b",
         LLAMA,
         {
             **_BIAS,

@@ -375,7 +375,9 @@ def _qwen3(dim: int, depth: int, heads: int, hidden: int, *, tied: bool = False)
     )
 
 
-def _smollm2(dim: int, depth: int, heads: int, kv_heads: int | None, hidden: int, *, base: float = 1e5) -> LlamaConfig:
+def _smollm(
+    dim: int, depth: int, heads: int, kv_heads: int | None, hidden: int, *, context: int, base: float
+) -> LlamaConfig:
     return LlamaConfig(
         dim=dim,
         depth=depth,
@@ -383,24 +385,53 @@ def _smollm2(dim: int, depth: int, heads: int, kv_heads: int | None, hidden: int
         hidden=hidden,
         kv_heads=kv_heads,
         vocab=49152,
-        context=8192,
+        context=context,
         norm_eps=1e-5,
         rotary=nn.Rotary(base=base),
         tied_head=True,
     )
 
 
-def _olmo2(dim: int, depth: int, heads: int, hidden: int) -> LlamaConfig:
+def _olmo2(dim: int, depth: int, heads: int, hidden: int, *, kv_heads: int | None = None) -> LlamaConfig:
     return LlamaConfig(
         dim=dim,
         depth=depth,
         heads=heads,
         hidden=hidden,
+        kv_heads=kv_heads,
         vocab=100352,
         context=4096,
         rotary=nn.Rotary(base=5e5),
         qk_norm="whole",
         post_norm=True,
+    )
+
+
+def _granite(
+    dim: int,
+    heads: int,
+    hidden: int,
+    *,
+    logit_divisor: float,
+    vocab: int = 49155,
+    context: int = 4096,
+    base: float = 1e4,
+) -> LlamaConfig:
+    return LlamaConfig(
+        dim=dim,
+        depth=40,
+        heads=heads,
+        hidden=hidden,
+        kv_heads=8,
+        vocab=vocab,
+        context=context,
+        norm_eps=1e-5,
+        rotary=nn.Rotary(base=base),
+        tied_head=True,
+        embedding_scale=12.0,
+        residual_scale=0.22,
+        attention_scale=heads / dim,
+        logit_divisor=logit_divisor,
     )
 
 
@@ -434,9 +465,24 @@ VARIANTS = {
     "Qwen3-8B": _qwen3(4096, 36, 32, 12288),
     "Qwen3-14B": _qwen3(5120, 40, 40, 17408),
     "Qwen3-32B": _qwen3(5120, 64, 64, 25600),
-    "SmolLM2-135M": _smollm2(576, 30, 9, 3, 1536),
-    "SmolLM2-360M": _smollm2(960, 32, 15, 5, 2560),
-    "SmolLM2-1.7B": _smollm2(2048, 24, 32, None, 8192, base=1.3e5),
+    "SmolLM-135M": _smollm(576, 30, 9, 3, 1536, context=2048, base=1e4),
+    "SmolLM-360M": _smollm(960, 32, 15, 5, 2560, context=2048, base=1e4),
+    "SmolLM-1.7B": _smollm(2048, 24, 32, None, 8192, context=2048, base=1e4),
+    "SmolLM2-135M": _smollm(576, 30, 9, 3, 1536, context=8192, base=1e5),
+    "SmolLM2-360M": _smollm(960, 32, 15, 5, 2560, context=8192, base=1e5),
+    "SmolLM2-1.7B": _smollm(2048, 24, 32, None, 8192, context=8192, base=1.3e5),
+    "SmolLM3-3B": LlamaConfig(
+        dim=2048,
+        depth=36,
+        heads=16,
+        hidden=11008,
+        kv_heads=4,
+        vocab=128256,
+        context=65536,
+        rotary=nn.Rotary(base=5e6),
+        rotated=(True, True, True, False) * 9,
+        tied_head=True,
+    ),
     "Phi-3-mini-4k": LlamaConfig(
         dim=3072, depth=32, heads=32, hidden=8192, vocab=32064, context=4096, norm_eps=1e-5, window=2047
     ),
@@ -451,8 +497,14 @@ VARIANTS = {
         norm_eps=1e-5,
         rotary=nn.Rotary(base=2.5e5),
     ),
+    "OLMo-2-0425-1B": _olmo2(2048, 16, 16, 8192),
     "OLMo-2-1124-7B": _olmo2(4096, 32, 32, 11008),
     "OLMo-2-1124-13B": _olmo2(5120, 40, 40, 13824),
+    "OLMo-2-0325-32B": _olmo2(5120, 64, 40, 27648, kv_heads=8),
+    "granite-3.0-2b": _granite(2048, 32, 8192, logit_divisor=8.0),
+    "granite-3.0-8b": _granite(4096, 32, 12800, logit_divisor=16.0),
+    "granite-3.3-8b": _granite(4096, 32, 12800, logit_divisor=16.0, vocab=49159, context=131072, base=1e7),
+    "granite-4.1-3b": _granite(2560, 40, 8192, logit_divisor=10.0, vocab=100352, context=131072, base=1e7),
 }
 
 SHARDING = (

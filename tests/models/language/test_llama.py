@@ -174,8 +174,9 @@ def test_every_option_counts(case, changed, value, saved):
 
 def written(name: str) -> tuple[str, dict[str, Any]]:
     """A variant's model type, and its options as upstream reads them."""
-    prefixes = {"Llama": "llama", "SmolLM2": "llama", "Mistral": "mistral", "Qwen2.5": "qwen2"}
-    prefixes |= {"Qwen3": "qwen3", "Phi": "phi3", "phi": "phi3", "OLMo": "olmo2"}
+    prefixes = {"Llama": "llama", "SmolLM-": "llama", "SmolLM2": "llama", "Mistral": "mistral", "Qwen2.5": "qwen2"}
+    prefixes |= {"Qwen3": "qwen3", "SmolLM3": "smollm3", "Phi": "phi3", "phi": "phi3", "OLMo": "olmo2"}
+    prefixes |= {"granite": "granite"}
     model_type = next(kind for prefix, kind in prefixes.items() if name.startswith(prefix))
     upstream = next(each for each in FAMILY.upstreams.values() if each.model_type == model_type)
     return model_type, upstream.options.write(VARIANTS[name])
@@ -195,6 +196,7 @@ PARAMETERS = {
     "SmolLM2-135M": 134_515_008,
     "SmolLM2-360M": 361_821_120,
     "SmolLM2-1.7B": 1_711_376_384,
+    "SmolLM3-3B": 3_075_098_624,
     "Phi-3-mini-4k": 3_821_079_552,
     "phi-4": 14_659_507_200,
     "OLMo-2-1124-7B": 7_298_617_344,
