@@ -152,11 +152,11 @@ def _stream(
     padded = np.zeros((len(prompts), _power_of_two(max(map(len, prompts)))), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    at_once = len(prompts) > 1 or not _is_on_one_cpu(model)
-    state, is_known = _start(model, padded, counts, length, rules, in_place=not at_once)
+    in_place = len(prompts) == 1 and _can_be_in_place(model)
+    state, is_known = _start(model, padded, counts, length, rules, in_place=in_place)
     if not is_known:
         raise ValueError("generate: a prompt has a token that is negative or not in the model's vocabulary; check ids")
-    model = model if at_once else nn.in_place(model)
+    model = nn.in_place(model) if in_place else model
     made = 1
     while True:
         tokens, log_probabilities, ends, done = jax.device_get(
@@ -174,10 +174,11 @@ def _stream(
         made += steps
 
 
-def _is_on_one_cpu(model: Any) -> bool:
-    arrays = [leaf for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.Array)]
-    devices = {device for array in arrays for device in array.devices()}
-    return len(devices) == 1 and all(device.platform == "cpu" for device in devices)
+def _can_be_in_place(model: Any) -> bool:
+    """Whether it is on one CPU, and only calls its layers, as eqzoo's do: others may compute with a weight itself."""
+    devices = {device for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.Array) for device in leaf.devices()}
+    is_ours = type(model).__module__.startswith("eqzoo.")
+    return is_ours and len(devices) == 1 and all(device.platform == "cpu" for device in devices)
 
 
 class _Watch:

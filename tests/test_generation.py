@@ -1,6 +1,7 @@
 """Generation against transformers: the processors of logits, their order, and whole texts."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +13,7 @@ import torch
 import transformers
 from transformers.generation import logits_process
 
-from eqzoo import generation
+from eqzoo import generation, nn
 from eqzoo.generation import Sampling, generate, stream
 from eqzoo.models.language.gpt2 import FAMILY, GPT2, GPT2Config
 from tests.parity import assert_close, from_torch, randomise
@@ -136,6 +137,34 @@ def test_a_prompt_alone_is_the_same_as_among_others(model):
     together = generate(model, PROMPTS, 20)
     alone = [generate(model, [prompt], 20)[0] for prompt in PROMPTS]
     assert [each.tokens for each in alone] == [each.tokens for each in together]
+
+
+class Own(eqx.Module):
+    """A reader's model, which multiplies by a weight itself."""
+
+    model: GPT2
+
+    def empty_cache(self, length: int) -> nn.Cache:
+        return self.model.empty_cache(length)
+
+    def extend(self, tokens: jax.Array, cache: nn.Cache, *, count: Any = None) -> tuple[jax.Array, nn.Cache]:
+        return self.model.extend(tokens, cache, count=count)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        return hidden @ self.model.embedding.weight.T
+
+
+def test_one_text_is_written_in_place_but_not_by_a_model_that_may_know_nothing_of_it(model, monkeypatch):
+    made = []
+    in_place = lambda tree: [made.append(tree), nn.in_place(tree)][1]
+    monkeypatch.setattr(generation, "nn", SimpleNamespace(in_place=in_place))
+    (expected,) = generate(model, PROMPTS[:1], 11)
+    models = lambda: [tree for tree in made if not isinstance(tree, nn.Cache)]
+    assert models() == [model]
+    assert generate(Own(model), PROMPTS[:1], 11)[0].tokens == expected.tokens
+    assert generate(model, PROMPTS[:2], 11)[0].tokens == expected.tokens
+    assert len(models()) == 1
+    assert generate(nn.in_place(model), PROMPTS[:2], 11)[0].tokens == expected.tokens
 
 
 def test_a_long_prompt_is_read_in_parts(model, upstream):

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqzoo.nn._init import Init, normal, weight_and_bias
@@ -17,10 +16,11 @@ Norm = Callable[[int], LayerNorm | RMSNorm]
 
 def product(weight: Float[Array, "out in"] | InPlace, x: Float[Array, "*axes in"]) -> Float[Array, "*axes out"]:
     """`x @ weight.T` over the last axis of `x`."""
-    if isinstance(weight, InPlace):
-        return jnp.vectorize(weight.times, signature="(in)->(out)")(x)
+    if x.size > x.shape[-1]:
+        return x @ (weight.read() if isinstance(weight, InPlace) else weight).T
     # For one row, `weight @ x` reads the weights in their own order: 2.8 times faster on CPU.
-    return (weight @ x.reshape(-1)).reshape(*x.shape[:-1], -1) if x.size == x.shape[-1] else x @ weight.T
+    row = x.reshape(-1)
+    return (weight.times(row) if isinstance(weight, InPlace) else weight @ row).reshape(*x.shape[:-1], -1)
 
 
 class Linear(eqx.Module):
