@@ -21,8 +21,8 @@ from eqzoo.nn.norm import LayerNorm, RMSNorm
 from eqzoo.nn.position import rotate
 
 ATTENDED = "attended"  # the name of what a `Stack` keeps for the backward pass beside its products
-_BLOCK = 64  # queries that attend at a time
-_RUNS = 8  # of blocks, each a loop; with more of them fewer keys are looked at in vain, and programs are larger
+_BLOCK = 128  # queries that attend at a time
+_RUNS = 4  # of blocks, each a loop; with more of them fewer keys are looked at in vain, and programs are larger
 
 
 def attend(
@@ -75,7 +75,7 @@ def attend_causal(
     """
     tokens = query.shape[1]
     attend_alike = partial(attend, scale=scale, cap=cap, dropout=dropout)
-    if tokens <= _BLOCK:
+    if tokens <= 2 * _BLOCK:  # too few to gain anything
         return attend_alike(query, key, value, mask=causal_mask(tokens, window), dropout_key=dropout_key)
     blocks = -(-tokens // _BLOCK)
     size = -(-tokens // blocks)

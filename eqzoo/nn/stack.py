@@ -94,11 +94,11 @@ def keep_products(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_product(primitive: Primitive, *operands: Any, **parameters: Any) -> bool:
-    is_matmul = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    is_attended = jax.checkpoint_policies.save_only_these_names(ATTENDED)
-    return primitive in CONVOLUTIONS or any(
-        is_kept(primitive, *operands, **parameters) for is_kept in (is_matmul, is_attended)
+    policies = jax.checkpoint_policies
+    is_kept = policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(ATTENDED)
     )
+    return primitive in CONVOLUTIONS or is_kept(primitive, *operands, **parameters)
 
 
 def _make_blocks(make_block: Callable[[PRNGKeyArray], Block], keys: Shaped[Array, "depth ..."]) -> Block:
