@@ -10,6 +10,7 @@ from eqzoo.nn.activation import quick_gelu as quick_gelu
 from eqzoo.nn.attention import Attention as Attention
 from eqzoo.nn.attention import attend as attend
 from eqzoo.nn.attention import attend_cached as attend_cached
+from eqzoo.nn.attention import attend_causal as attend_causal
 from eqzoo.nn.attention import attend_to as attend_to
 from eqzoo.nn.attention import cached_mask as cached_mask
 from eqzoo.nn.attention import causal_mask as causal_mask

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from eqzoo.nn._init import Init
@@ -16,6 +17,10 @@ from eqzoo.nn.dropout import Dropout, split_key
 from eqzoo.nn.linear import Linear
 from eqzoo.nn.norm import LayerNorm, RMSNorm
 from eqzoo.nn.position import rotate
+
+ATTENDED = "attended"  # the name of what a `Stack` keeps for the backward pass beside its products
+_BLOCK = 128  # queries that attend at a time
+_RUNS = 4  # of blocks, each a loop; with more of them fewer keys are looked at in vain, and programs are larger
 
 
 def attend(
@@ -48,6 +53,52 @@ def attend(
         dropout_key=dropout_key,
     )
     return mixed.astype(value.dtype)
+
+
+def attend_causal(
+    query: Float[Array, "heads tokens dim_head"],
+    key: Float[Array, "kv_heads tokens dim_head"],
+    value: Float[Array, "kv_heads tokens dim_value"],
+    *,
+    window: Int[Array, ""] | int | None = None,
+    scale: Float[Array, ""] | float | None = None,
+    cap: float | None = None,
+    dropout: Dropout | None = None,
+    dropout_key: PRNGKeyArray | None = None,
+) -> Float[Array, "heads tokens dim_value"]:
+    """`attend` with a `causal_mask`, in memory that grows with the tokens instead of with their square.
+
+    Queries attend in blocks, whose scores are computed again for the backward pass. Most keys ahead of a block are
+    skipped, and those behind its window if that is a Python number.
+    """
+    tokens = query.shape[1]
+    attend_alike = partial(attend, scale=scale, cap=cap, dropout=dropout)
+    if tokens <= 2 * _BLOCK:  # too few to gain anything
+        return attend_alike(query, key, value, mask=causal_mask(tokens, window), dropout_key=dropout_key)
+    blocks = -(-tokens // _BLOCK)
+    size = -(-tokens // blocks)
+    # What fills up the last block lies ahead of every token.
+    query, key, value = (jnp.pad(x, ((0, 0), (0, blocks * size - tokens), (0, 0))) for x in (query, key, value))
+    queries = query.reshape(query.shape[0], blocks, size, -1).swapaxes(0, 1)
+
+    def run(first: int, stop: int) -> Float[Array, "blocks heads size dim_value"]:
+        end = stop * size
+        seen = min(end, size + window - 1) if isinstance(window, int) else end
+
+        @jax.checkpoint
+        def attend_block(number: Int[Array, ""], query: Float[Array, "heads size dim_head"]) -> Array:
+            start = jnp.maximum((number + 1) * size - seen, 0)
+            near_key, near_value = (jax.lax.dynamic_slice_in_dim(x[:, :end], start, seen, axis=1) for x in (key, value))
+            mask = _sees(number * size + jnp.arange(size), start + jnp.arange(seen), window)
+            block_key = None if dropout_key is None else jax.random.fold_in(dropout_key, number)
+            return attend_alike(query, near_key, near_value, mask=mask, dropout_key=block_key)
+
+        return jax.lax.map(lambda block: attend_block(*block), (jnp.arange(first, stop), queries[first:stop]))
+
+    runs = np.array_split(range(blocks), min(_RUNS, blocks))
+    mixed = jnp.concatenate([run(int(numbers[0]), int(numbers[-1]) + 1) for numbers in runs])
+    mixed = mixed.swapaxes(0, 1).reshape(query.shape[0], blocks * size, -1)[:, :tokens]
+    return checkpoint_name(mixed, ATTENDED)
 
 
 def attend_to(
@@ -92,11 +143,15 @@ def attend_to(
 
 def causal_mask(tokens: int, window: Int[Array, ""] | int | None = None) -> Bool[Array, "1 tokens tokens"]:
     """True where a token may look: at itself and at what came before, `window` tokens in all."""
-    mask = jnp.tril(jnp.ones((1, tokens, tokens), bool))
-    if window is None:
-        return mask
     positions = jnp.arange(tokens)
-    return mask & (positions[:, None] - positions < window)
+    return _sees(positions, positions, window)
+
+
+def _sees(
+    queries: Int[Array, " queries"], keys: Int[Array, " keys"], window: Int[Array, ""] | int | None
+) -> Bool[Array, "1 queries keys"]:
+    behind = queries[None, :, None] - keys
+    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
 
 def split_heads(x: Float[Array, "tokens all_heads"], heads: int) -> Float[Array, "heads tokens dim_head"]:
@@ -212,21 +267,22 @@ class Attention(eqx.Module):
         x: Float[Array, "tokens dim"],
         *,
         mask: Bool[Array, "#heads tokens tokens"] | None = None,
+        causal: bool = False,
+        window: Int[Array, ""] | int | None = None,
         rotary: Float[Array, "*heads tokens half_dim_rotary"] | None = None,
         scale: Float[Array, ""] | float | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "tokens dim"]:
+        """A token attends to where `mask` is true, or to itself and to what came before (`causal`), `window` tokens in
+        all, or to every token."""
+        if causal and mask is not None:
+            raise ValueError("Attention: got a mask beside causal=True; pass one of them")
+        if window is not None and not causal:
+            raise ValueError(f"Attention: window={window} means nothing without causal=True; pass that too, or a mask")
         key_weights, key_out = split_key(key, 2)
-        query, keys, value = self._heads(x, rotary)
-        mixed = attend(
-            query,
-            keys,
-            value,
-            mask=mask,
-            scale=scale,
-            cap=self.cap,
-            dropout=self.weight_dropout,
-            dropout_key=key_weights,
+        look = partial(attend_causal, window=window) if causal else partial(attend, mask=mask)
+        mixed = look(
+            *self._heads(x, rotary), scale=scale, cap=self.cap, dropout=self.weight_dropout, dropout_key=key_weights
         )
         return self.out_dropout(self._merge(mixed), key=key_out)
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 
 from eqzoo.nn._conv_primitives import CONVOLUTIONS
 from eqzoo.nn._init import is_traced
+from eqzoo.nn.attention import ATTENDED
 from eqzoo.nn.cache import KVCache
 from eqzoo.nn.dropout import split_key
 from eqzoo.nn.in_place import InPlace, is_in_place
@@ -92,8 +93,11 @@ def keep_products(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_product(primitive: Primitive, *operands: Any, **parameters: Any) -> bool:
-    is_matmul = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return primitive in CONVOLUTIONS or is_matmul(primitive, *operands, **parameters)
+    policies = jax.checkpoint_policies
+    is_kept = policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(ATTENDED)
+    )
+    return primitive in CONVOLUTIONS or is_kept(primitive, *operands, **parameters)
 
 
 def _make_blocks(make_block: Callable[[PRNGKeyArray], Block], keys: Shaped[Array, "depth ..."]) -> Block:

@@ -1,5 +1,7 @@
 """Attention against torch, timm and JAX's own: values, gradients, masks, grouped queries, dtypes, dropout."""
 
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from transformers.masking_utils import sliding_window_overlay
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from eqzoo import nn
+from eqzoo.nn.stack import keep_products
 from tests.parity import array, assert_close
 
 TOKENS, KEYS, HEADS, DIM_HEAD, DIM_VALUE = 5, 7, 4, 8, 6
@@ -170,6 +173,129 @@ def test_a_cap_is_gemmas():
     assert jnp.max(jnp.abs(here - nn.attend(*(array(each[0]) for each in (q, k, v)), scale=0.5))) > 0.1
 
 
+LONG = 700  # several runs of several blocks, and a last one that isn't full
+CAUSAL = {
+    "one_block": {"tokens": 100},
+    "one_block_window": {"tokens": 100, "window": 20},
+    "odd": {"tokens": 257},
+    "long": {},
+    "window_below_a_block": {"window": 20},
+    "window_above_a_block": {"window": 300},
+    "window_above_all": {"window": 5000},
+    "window_as_an_array": {"window": 150, "as_array": True},
+    "grouped_cap_scale": {"kv_heads": 1, "window": 150, "cap": 3.0, "scale": 0.7},
+    "bfloat16": {"dtype": jnp.bfloat16},
+}
+
+
+def long_tensors(tokens=LONG, kv_heads=2, dtype=jnp.float32):
+    shapes = ((2, tokens, 4), (kv_heads, tokens, 4), (kv_heads, tokens, 3))
+    return tuple(
+        2 * jax.random.normal(key, shape, dtype)
+        for key, shape in zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
+    )
+
+
+def masked(q, k, v, *, window=None, **options):
+    return nn.attend(q, k, v, mask=nn.causal_mask(q.shape[1], window), **options)
+
+
+def gradient_of(attend):
+    return jax.grad(lambda qkv: jnp.sum(jnp.sin(attend(*qkv).astype(jnp.float32))))
+
+
+@pytest.mark.parametrize("case", CAUSAL)
+def test_causal_attention_in_blocks_is_attend_with_the_mask(case):
+    options = dict(CAUSAL[case])
+    shape = {name: options.pop(name) for name in ("tokens", "kv_heads", "dtype") if name in options}
+    if options.pop("as_array", False):
+        options["window"] = jnp.int32(options["window"])
+    qkv, found = long_tensors(**shape), []
+    for attend in (partial(nn.attend_causal, **options), partial(masked, **options)):
+        value_and_gradient = lambda qkv, attend=attend: (attend(*qkv), gradient_of(attend)(qkv))
+        found.append(jax.tree.leaves(jax.jit(value_and_gradient)(qkv)))
+    for ours, expected in zip(*found, strict=True):
+        assert ours.dtype == expected.dtype == qkv[0].dtype
+        assert_close(ours, expected, 1e-5 if ours.dtype == jnp.float32 else 0.02)
+
+
+def test_causal_attention_in_blocks_has_forward_mode_and_second_derivatives():
+    qkv = long_tensors()
+    direction = tuple(jnp.sin(10 * x) for x in qkv)
+
+    def derivatives(attend, window):
+        attend = partial(attend, window=window)
+        first = jax.jvp(lambda qkv: attend(*qkv), (qkv,), (direction,))[1]
+        return first, jax.jvp(gradient_of(attend), (qkv,), (direction,))[1]
+
+    ours, expected = (jax.jit(partial(derivatives, attend))(150) for attend in (nn.attend_causal, masked))
+    for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        assert_close(left, right, 1e-4)
+
+
+def causal_layers(attend, depth=2):
+    """What a stack's scan makes of `depth` layers of attention alone, the gradient for each example of a batch."""
+
+    def layers(qkv):
+        step = keep_products(lambda query, _: (query + attend(query, *qkv[1:])[..., [0, 1, 2, 0]], None))
+        return jax.lax.scan(step, qkv[0], length=depth)[0]
+
+    return jax.jit(jax.vmap(jax.grad(lambda qkv: jnp.sum(jnp.sin(layers(qkv))))))
+
+
+def test_causal_attention_in_blocks_works_in_a_scan_under_vmap():
+    batch = jax.tree.map(lambda x: jnp.stack([x, x[:, ::-1]]), long_tensors())
+    ours, expected = (causal_layers(attend)(batch) for attend in (nn.attend_causal, masked))
+    for left, right in zip(ours, expected, strict=True):
+        assert_close(left, right, 1e-4)
+
+
+def test_a_stack_computes_the_scores_of_blocks_twice_and_not_three_times():
+    batch = jax.tree.map(lambda x: x[None], long_tensors())
+    computed = str(jax.make_jaxpr(causal_layers(nn.attend_causal))(batch)).count(" = exp ")
+    assert computed == 2 * 4  # for the result and for the gradient, in four runs
+
+
+def test_causal_attention_looks_at_no_block_that_lies_ahead_or_behind_the_window():
+    """Not a number where no token may look is seen by nobody; a mask alone would multiply it by zero."""
+    q, k, v = long_tensors()
+    attend = jax.jit(nn.attend_causal, static_argnames="window")
+    assert jnp.all(jnp.isfinite(attend(q, k, v.at[:, -1].set(jnp.nan))[:, : LONG // 2]))
+    windowed = attend(q, k, v.at[:, 0].set(jnp.nan), window=20)
+    assert jnp.all(jnp.isfinite(windowed[:, LONG // 2 :]))
+    assert jnp.all(jnp.isnan(windowed[:, :20]))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_memory_of_causal_attention_grows_with_the_tokens(window):
+    def temporary(attend, tokens):
+        shapes = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], long_tensors(tokens)))
+        compiled = causal_layers(partial(attend, window=window)).lower(shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(nn.attend_causal, 4096) < 2.1 * temporary(nn.attend_causal, 2048)
+    assert temporary(nn.attend_causal, 4096) < 0.2 * temporary(masked, 4096)
+
+
+def test_dropout_of_causal_attention_draws_for_every_weight_and_the_same_again_for_the_gradient():
+    q, k, _ = long_tensors()
+    every = jnp.broadcast_to(jnp.eye(LONG), (2, LONG, LONG))  # so that what comes out are the weights
+    dropped = lambda v: nn.attend_causal(q, k, v, dropout=nn.Dropout(0.3), dropout_key=jax.random.key(0))
+    weights, pull = jax.jit(lambda v: jax.vjp(dropped, v))(every)
+    plain = nn.attend_causal(q, k, every)
+    is_seen, is_kept = plain > 1e-30, weights > 0
+    np.testing.assert_allclose(weights, jnp.where(is_kept, plain / 0.7, 0), rtol=1e-5)
+    for part in (slice(None), slice(0, 100), slice(600, None)):
+        seen = jnp.sum(is_seen[:, part])
+        assert abs(jnp.sum(is_kept[:, part]) / seen - 0.7) < 5 * np.sqrt(0.21 / seen)
+    for head, block in ((0, 1), (1, 0), (1, 1)):
+        rows = slice(50 + 117 * block, 117 + 117 * block)
+        same = is_kept[head, rows, :50] == is_kept[0, 50:117, :50]
+        assert jnp.mean(same) < 0.7  # 0.58 if independent
+    cotangent = jax.random.normal(jax.random.key(1), weights.shape)
+    assert_close(jax.jit(pull)(cotangent)[0], weights.mT @ cotangent)
+
+
 @pytest.mark.parametrize(("window", "places"), [(None, 9), (3, 9), (3, 4), (3, 3)])
 def test_the_mask_of_a_cache_is_the_causal_one_wherever_tokens_lie(window, places):
     for position in range(8):
@@ -227,8 +353,7 @@ def test_attention_is_torchs_multi_head_attention_in_value_and_gradient(bias, ca
     y = there(x, x, x, attn_mask=forbidden, need_weights=False)[0]
     cotangent = torch.randn_like(y)
     y.backward(cotangent)
-    mask = nn.causal_mask(TOKENS) if causal else None
-    ours, pull = jax.vjp(lambda layer, x: layer(x, mask=mask), here, array(x)[0])
+    ours, pull = jax.vjp(lambda layer, x: layer(x, causal=causal), here, array(x)[0])
     gradient, dx = jax.jit(pull)(array(cotangent)[0])
     assert_close(ours, y[0].detach())
     assert_close(dx, x.grad[0])
@@ -281,6 +406,17 @@ def test_norms_of_the_whole_projection_come_before_heads_are_split():
     assert_close(here(x), here.out(nn.merge_heads(nn.attend(query, key, value))))
     by_head = nn.Attention(12, 3, key=jax.random.key(0), **options)
     assert jnp.max(jnp.abs(by_head(x) - here(x))) > 1e-3
+
+
+def test_causal_attention_takes_a_window_and_no_mask():
+    here = nn.Attention(12, 3, cap=3.0, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (TOKENS, 12)) * 9
+    mask = nn.causal_mask(TOKENS, 2)
+    assert_close(here(x, causal=True, window=2, scale=0.9), here(x, mask=mask, scale=0.9))
+    with pytest.raises(ValueError, match="Attention: got a mask beside causal=True; pass one of them"):
+        here(x, causal=True, mask=mask)
+    with pytest.raises(ValueError, match="Attention: window=2 means nothing without causal=True; pass that too"):
+        here(x, window=2)
 
 
 def test_attention_with_dropout_needs_a_key_and_draws_two_independent_masks():

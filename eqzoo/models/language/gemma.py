@@ -112,12 +112,13 @@ class Block(eqx.Module):
         self,
         x: Float[Array, "tokens dim"],
         *,
-        mask: Bool[Array, "1 tokens tokens"],
+        window: Int[Array, ""] | None,
         rotary: Float[Array, "tokens pairs"],
         scale: float,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "tokens dim"]:
-        return self._joined(x, self.attention(self.norm1(x), mask=mask, rotary=rotary, scale=scale, key=key))
+        attend = partial(self.attention, causal=True, window=window, rotary=rotary, scale=scale, key=key)
+        return self._joined(x, attend(self.norm1(x)))
 
     def extend(
         self, x: Float[Array, "tokens dim"], look: Look, rotary: Float[Array, "tokens pairs"]
@@ -190,9 +191,9 @@ class Gemma(eqx.Module):
 
         def step(block: Block, x: Array, layer: tuple[Array, Array | None]) -> tuple[Array, None]:
             is_local, key = layer
-            mask = nn.causal_mask(length, None if window is None else jnp.where(is_local, window, length))
+            of_layer = None if window is None else jnp.where(is_local, window, length)
             rotary = jnp.where(is_local, angles["local"], angles["global"])
-            return block(x, mask=mask, rotary=rotary, scale=scale, key=key), None
+            return block(x, window=of_layer, rotary=rotary, scale=scale, key=key), None
 
         keys = None if key is None else jax.random.split(key, self.config.depth)
         return self.norm(self.blocks.scan(step, self._embedded(tokens), (jnp.asarray(self._is_local), keys))[0])

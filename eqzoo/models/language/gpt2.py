@@ -90,8 +90,7 @@ class Block(eqx.Module):
         self, x: Float[Array, "tokens dim"], scale: Float[Array, ""], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "tokens dim"]:
         key_attention, key_dropout = nn.split_key(key, 2)
-        mask = nn.causal_mask(x.shape[0])
-        x = x + self.attention(self.norm1(x), mask=mask, scale=scale, key=key_attention)
+        x = x + self.attention(self.norm1(x), causal=True, scale=scale, key=key_attention)
         return x + self.dropout(self.mlp(self.norm2(x)), key=key_dropout)
 
     def extend(

@@ -83,8 +83,7 @@ class FusedAttention(eqx.Module):
         self, x: Float[Array, "tokens dim"], angles: Float[Array, "tokens pairs"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "tokens dim"]:
         query, keys, value = self._heads(x, angles)
-        mask = nn.causal_mask(x.shape[0])
-        mixed = nn.attend(query, keys, value, mask=mask, dropout=self.dropout, dropout_key=key)
+        mixed = nn.attend_causal(query, keys, value, dropout=self.dropout, dropout_key=key)
         return self.out(nn.merge_heads(mixed))
 
     def extend(

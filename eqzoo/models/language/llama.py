@@ -134,10 +134,10 @@ class Block(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "tokens dim"]:
         key_attention, *keys = nn.split_key(key, 3)
-        mask = nn.causal_mask(x.shape[0], window if layer.window is None else layer.window)
         y = self.attention(
             x if self.post_norm else self.norm1(x),
-            mask=mask,
+            causal=True,
+            window=window if layer.window is None else layer.window,
             rotary=angles if layer.rotated is None else angles * layer.rotated,
             scale=layer.scale,
             key=key_attention,

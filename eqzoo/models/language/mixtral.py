@@ -95,8 +95,7 @@ class Block(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "tokens dim"], Float[Array, "tokens experts"] | None]:
         """The output, and the router's logits."""
-        mask = nn.causal_mask(x.shape[0], window)
-        return self._with(x, self.attention(self.norm1(x), mask=mask, rotary=angles, key=key))
+        return self._with(x, self.attention(self.norm1(x), causal=True, window=window, rotary=angles, key=key))
 
     def extend(
         self,
