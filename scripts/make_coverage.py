@@ -53,9 +53,9 @@ as width and depth; the last line says how many structures have a row.
 [Names](names.md) counts all models and checkpoints that match in names and shapes.
 
 For memory's sake, models of more than a billion parameters are made with 8 layers. Of decoders from Llama to Mamba,
-those of more than half a billion are made with a vocabulary of 8192 and as many layers as fit into half a billion: 8,
-4, 2 or 1. Mixtral's experts are a fourteenth as wide there, and Qwen3's are 16. A text is 16 tokens: windows longer
-than that count in the tests alone, which compare names and shapes at the full size too.
+those of more than 300 million are made with a vocabulary of 8192 and as many layers as fit into that: 8, 4, 2, or at
+least 1. Mixtral's experts are a fourteenth as wide there, and Qwen3's are 16. A text is 16 tokens: windows longer than
+that count in the tests alone, which compare names and shapes at the full size too.
 
 - **loads**: `eqzoo.load` takes upstream's own layout: a folder with config.json of timm or transformers, torchvision's
   `.pth`.
@@ -79,7 +79,7 @@ WITH_WEIGHTS = {
 }
 LARGEST = 10**9
 FEWER_LAYERS = {"depth": 8}
-LARGEST_DECODER = 5 * 10**8
+LARGEST_DECODER = 3 * 10**8
 SMALLER_MIXTURES = {"mixtral": {"intermediate_size": 1024}, "qwen3_moe": {"num_experts": 16}}
 
 
@@ -118,7 +118,7 @@ def _make_transformers(name: str) -> Any:
     )
     if not architecture.endswith("ForCausalLM") or _size(name) <= LARGEST_DECODER:
         return make({})
-    smaller = {"vocab_size": 8192, **SMALLER_MIXTURES.get(options["model_type"], {})}
+    smaller = {"vocab_size": 8192, "pad_token_id": None, **SMALLER_MIXTURES.get(options["model_type"], {})}
     for depth in (8, 4, 2, 1):
         with torch.device("meta"):
             model = make(smaller | {"num_hidden_layers": depth})
