@@ -42,6 +42,9 @@ Which of torchvision's and timm's models and published checkpoints eqzoo has. Ea
 upstream's by name and shape, and what is done to a checkpoint's images with what upstream does
 (`python scripts/check_names.py --write` writes this page). [Coverage](coverage.md) has the numbers they compute.
 
+transformers keeps no list of checkpoints to count: a language model is known by its config.json. Those whose repository
+eqzoo can name are in `python -m eqzoo list`, and each family's tests compare every name's tensors with transformers'.
+
 | | eqzoo | upstream |
 | --- | ---: | ---: |
 """

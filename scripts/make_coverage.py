@@ -7,8 +7,8 @@ python scripts/make_coverage.py --check                      # only say whether 
 Upstream's model gets random weights and is written in upstream's own layout. eqzoo loads that, and is compared in
 outputs and in gradients of all parameters together, and with batch norm in training too; its export must load upstream
 strictly and hold the same numbers. Two configs have one structure if they differ in numbers only: in widths, depths and
-sizes, but not in whether something is there at all. The smallest of each structure is taken; of those that have more
-than a billion parameters, the first 8 layers.
+sizes, but not in whether something is there at all. The smallest of each structure is taken, and the largest of those
+are made smaller, as the page says.
 """
 
 import argparse
@@ -50,8 +50,12 @@ INTRODUCTION = """# Coverage
 Models of timm, torchvision and transformers, checked at their real size against the library itself on random weights
 (`python scripts/make_coverage.py` writes this page). What differs between two models is structure, or only numbers such
 as width and depth; the last line says how many structures have a row.
-[Names](names.md) counts all models and checkpoints that match in names and shapes. Models of more than a billion
-parameters are made with 8 layers, for memory's sake.
+[Names](names.md) counts all models and checkpoints that match in names and shapes.
+
+For memory's sake, models of more than a billion parameters are made with 8 layers. Of decoders from Llama to Mamba,
+those of more than 300 million are made with a vocabulary of 8192 and as many layers as fit into that: 8, 4, 2, or at
+least 1. Mixtral's experts are a fourteenth as wide there, and Qwen3's are 16. A text is 16 tokens: windows longer than
+that count in the tests alone, which compare names and shapes at the full size too.
 
 - **loads**: `eqzoo.load` takes upstream's own layout: a folder with config.json of timm or transformers, torchvision's
   `.pth`.
@@ -62,7 +66,8 @@ parameters are made with 8 layers, for memory's sake.
   is above 1e-5 in single, as one ReLU that rounding puts on the other side of zero makes it.
 - **training**: the largest error of outputs and running statistics after a step in training mode, for two images; in
   double precision where the gradients' is, or where it is itself above 1e-5.
-- **exports back**: `eqzoo.export` writes what upstream loads strictly, with identical numbers.
+- **exports back**: `eqzoo.export` writes what upstream loads strictly, with identical numbers; as another class where
+  that one computes the same.
 """
 
 
@@ -74,6 +79,8 @@ WITH_WEIGHTS = {
 }
 LARGEST = 10**9
 FEWER_LAYERS = {"depth": 8}
+LARGEST_DECODER = 3 * 10**8
+SMALLER_MIXTURES = {"mixtral": {"intermediate_size": 1024}, "qwen3_moe": {"num_experts": 16}}
 
 
 def cases() -> dict[str, Callable[[], Any]]:
@@ -89,10 +96,8 @@ def cases() -> dict[str, Callable[[], Any]]:
             for name in filter(upstream.has, family.variants):
                 name = name.removeprefix("timm/")
                 found[f"timm/{name}"] = functools.partial(_make_timm, name)
-    for name, facts in sorted(transformers_facts().items()):
-        config = transformers.AutoConfig.for_model(**facts["config"])
-        make = getattr(transformers, facts["config"]["architectures"][0])
-        found[name] = lambda make=make, config=config: make(config)
+    for name in sorted(transformers_facts()):
+        found[name] = functools.partial(_make_transformers, name)
     return found
 
 
@@ -103,6 +108,23 @@ def _make_timm(name: str) -> Any:
 def _model_args(name: str) -> dict[str, Any]:
     """What a timm folder states about a model that isn't made as its name says."""
     return FEWER_LAYERS if _size(name) > LARGEST else {}
+
+
+def _make_transformers(name: str) -> Any:
+    options = transformers_facts()[name]["config"]
+    architecture = options["architectures"][0]
+    make = lambda more: getattr(transformers, architecture)(
+        transformers.AutoConfig.for_model(**options | more, attn_implementation="eager")
+    )
+    if not architecture.endswith("ForCausalLM") or _size(name) <= LARGEST_DECODER:
+        return make({})
+    smaller = {"vocab_size": 8192, "pad_token_id": None, **SMALLER_MIXTURES.get(options["model_type"], {})}
+    for depth in (8, 4, 2, 1):
+        with torch.device("meta"):
+            model = make(smaller | {"num_hidden_layers": depth})
+        if sum(parameter.numel() for parameter in model.parameters()) <= LARGEST_DECODER:
+            break
+    return make(smaller | {"num_hidden_layers": depth})
 
 
 def structures(every: Iterable[str]) -> list[list[str]]:
@@ -130,7 +152,11 @@ def _size(name: str) -> int:
 def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:
     """The row of one name. What isn't needed at once lies on disk: the largest models fill the memory as it is."""
     library = _library(name)
-    inputs = _write_upstream(name, make, folder)
+    upstream = _random(make)
+    inputs = _inputs(name, upstream)
+    _write_upstream(name, upstream, folder / "upstream")
+    _write_results(upstream, inputs, folder / "single")
+    del upstream
     source = folder / "upstream" / "model.pth" if library == "torchvision" else folder / "upstream"
     model, state = eqzoo.load(source, name=name if library == "torchvision" else None, trainable=True)
     back = folder / ("model.pth" if library == "torchvision" else "back")
@@ -138,6 +164,7 @@ def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:
     output_error, gradient_error = _errors(model, state, inputs, folder / "single")
     training_error = _training_error(model, state, inputs, folder / "single")
     if max(output_error, gradient_error, training_error) > 1e-5:  # as a ReLU makes it, put on zero's other side
+        _write_results(_random(make).double(), inputs, folder / "double")
         with jax.enable_x64(True):
             widen = lambda leaf: leaf.astype(jnp.float64) if eqx.is_inexact_array(leaf) else leaf
             model, state = jax.tree.map(widen, (model, state))
@@ -145,8 +172,7 @@ def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:
             training_error = _training_error(model, state, inputs, folder / "double")
         output_error = exact_error if output_error > 1e-4 else output_error
     del model, state
-    original, exported = open_checkpoint(source)[0], open_checkpoint(back)[0]
-    same = all(np.array_equal(original[key].view(), tensor.view()) for key, tensor in exported.items())
+    exports_back = _exports_back(source, back)
     _load_strictly(library, make, back)
     return {
         "loads": "yes",
@@ -154,7 +180,7 @@ def check(name: str, make: Callable[[], Any], folder: Path) -> dict[str, str]:
         "outputs": _verdict(output_error, 1e-4),
         "gradients": _verdict(gradient_error, 1e-3),
         "training": _verdict(training_error, 1e-4) if (folder / "single" / "statistics.safetensors").exists() else "",
-        "exports back": "yes" if same else "NO",
+        "exports back": exports_back,
     }
 
 
@@ -163,10 +189,9 @@ def _library(name: str) -> Literal["timm", "torchvision", "transformers"]:
     return owner if owner in ("timm", "torchvision") else "transformers"
 
 
-def _write_upstream(name: str, make: Callable[[], Any], folder: Path) -> np.ndarray:
-    """Writes upstream's model with random weights, and its output and gradients in both precisions for the input that
-    it returns."""
-    library = _library(name)
+def _random(make: Callable[[], Any]) -> Any:
+    """Upstream's model with random weights, the same ones each time."""
+    torch.manual_seed(0)
     model: Any = make().eval()
     config = getattr(model, "config", None)
     if getattr(config, "model_type", "") in ("t5", "mt5") and not getattr(config, "scale_decoder_outputs", False):
@@ -179,22 +204,36 @@ def _write_upstream(name: str, make: Callable[[], Any], folder: Path) -> np.ndar
     for module in model.modules():
         if isinstance(module, ShiftedWindowAttentionV2):  # whose keys' biases are zero whatever is stored
             torch.nn.init.zeros_(module.qkv.bias.chunk(3)[1])
-    (folder / "upstream").mkdir(parents=True)
-    if library == "torchvision":
-        torch.save(model.state_dict(), folder / "upstream" / "model.pth")
-    elif library == "timm":
-        save_for_hf(model, str(folder / "upstream"), model_args=_model_args(name), safe_serialization=True)
-    else:
-        model.save_pretrained(folder / "upstream")
+    return model
+
+
+def _inputs(name: str, model: Any) -> np.ndarray:
     rng = np.random.default_rng(0)
     if hasattr(getattr(model, "config", None), "vocab_size"):
-        inputs = rng.integers(0, model.config.vocab_size, 16)
+        return rng.integers(0, model.config.vocab_size, 16)
+    size = _image_size(name, model)
+    return rng.normal(size=(size, size, 3)).astype(np.float32)
+
+
+def _write_upstream(name: str, model: Any, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    if _library(name) == "torchvision":
+        torch.save(model.state_dict(), folder / "model.pth")
+    elif _library(name) == "timm":
+        save_for_hf(model, str(folder), model_args=_model_args(name), safe_serialization=True)
     else:
-        size = _image_size(name, model)
-        inputs = rng.normal(size=(size, size, 3)).astype(np.float32)
-    _write_results(model, inputs, folder / "single")
-    _write_results(model.double(), inputs, folder / "double")
-    return inputs
+        model.save_pretrained(folder)
+
+
+def _exports_back(source: Path, back: Path) -> str:
+    """Whether an export holds the numbers of what was loaded; with its class, if that is another."""
+    original, exported = open_checkpoint(source)[0], open_checkpoint(back)[0]
+    if exported.keys() <= original.keys():
+        return (
+            "yes" if all(np.array_equal(original[key].view(), each.view()) for key, each in exported.items()) else "NO"
+        )
+    architecture = json.loads((back / "config.json").read_text())["architectures"][0]
+    return f"as {architecture}" if eqx.tree_equal(eqzoo.load(source), eqzoo.load(back)) else "NO"
 
 
 def _write_training(model: Any, inputs: np.ndarray, folder: Path) -> None:

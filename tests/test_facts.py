@@ -1,11 +1,15 @@
 """The facts that eqzoo carries about upstream's checkpoints are those that upstream states."""
 
+import json
 import re
 
 import pytest
+import transformers
 
 import eqzoo
+from eqzoo._describe import from_config_json
 from eqzoo._facts import imagenet_classes, timm_facts, torchvision_facts, transformers_facts
+from eqzoo._registry import variant
 from tests.scripts import load_script
 
 
@@ -50,6 +54,16 @@ def test_every_transformers_model_has_a_source():
     names = {name for name in eqzoo.list_models() if "gpt2" in name}
     variants = {fact["variant"] for fact in transformers_facts().values()}
     assert names <= variants <= set(eqzoo.list_models())
+
+
+def test_the_config_of_a_language_models_source_is_its_variants():
+    sources = {
+        name: fact for name, fact in transformers_facts().items() if "vocab" in vars(variant(fact["variant"])[1])
+    }
+    assert len(sources) > 100
+    for name, fact in sources.items():
+        stated = transformers.AutoConfig.for_model(**fact["config"]).to_dict() | fact["config"]
+        assert from_config_json(json.loads(json.dumps(stated))).config == variant(fact["variant"])[1], name
 
 
 def test_every_url_ends_in_its_hash():
