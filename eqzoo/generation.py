@@ -153,10 +153,10 @@ def _stream(
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     in_place = len(prompts) == 1 and _can_be_in_place(model)
+    model = nn.in_place(model) if in_place else model
     state, is_known = _start(model, padded, counts, length, rules, in_place=in_place)
     if not is_known:
         raise ValueError("generate: a prompt has a token that is negative or not in the model's vocabulary; check ids")
-    model = nn.in_place(model) if in_place else model
     made = 1
     while True:
         tokens, log_probabilities, ends, done = jax.device_get(
