@@ -237,7 +237,7 @@ def causal_layers(attend, depth=2):
     """What a stack's scan makes of `depth` layers of attention alone, the gradient for each example of a batch."""
 
     def layers(qkv):
-        step = keep_products(lambda query, _: (query + attend(query, *qkv[1:])[..., [0, 1, 2, 0]], None))
+        step = keep_products(lambda query, _: (query + jnp.sin(attend(query, *qkv[1:]))[..., [0, 1, 2, 0]], None))
         return jax.lax.scan(step, qkv[0], length=depth)[0]
 
     return jax.jit(jax.vmap(jax.grad(lambda qkv: jnp.sum(jnp.sin(layers(qkv))))))
