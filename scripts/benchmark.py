@@ -313,7 +313,7 @@ def sides(name: str, options: Options) -> list[Side]:
     for layout in layouts:
         for compiled in (False, True)[: 1 + options.torch_compile]:
             torch_options = {"channels_last": layout == TORCH[1], "compiled": compiled}
-            libraries = ("torch", GPT2_MODULE if is_text(name) else "timm")
+            libraries = ("torchvision", GPT2_MODULE if is_text(name) else "timm")
             found.append(Side(layout + " compiled" * compiled, torch_tasks, shared | torch_options, libraries))
     if make := plain_maker(name):
         found.append(Side(PLAIN, plain_tasks, shared | {"make": make}))
@@ -325,7 +325,7 @@ def measure(options: Options) -> dict[str, Any]:
     groups = {name: sides(name, options) for name in options.models}
     shared = {"options": options}
     if options.decode:
-        upstream = Side("torch", torch_decoding, shared, ("torch", GPT2_MODULE))
+        upstream = Side("torch", torch_decoding, shared, ("torchvision", GPT2_MODULE))
         groups["decode"] = [Side("eqzoo", eqzoo_decoding, shared), upstream]
     machine = [Side("XLA", jax_machine, shared), Side("torch", torch_machine, shared, ("torch",))]
     libraries = {name: version(name) for name in ("jax", "torch", "timm", "transformers")}
@@ -616,7 +616,7 @@ def plain_mobilenet(config, *, key) -> eqx.nn.Sequential:
     relu6 = jax.nn.relu6
     layers: list[Any] = [conv_norm(3, 32, 3, stride=2, activation=relu6, key=next(keys))]
     ins = 32
-    for run in config.stages:
+    for run in (run for stage in config.stages for run in stage):
         for block in range(run.repeats):
             stride = 1 if block else run.stride
             hidden = round(ins * (run.expansion if run.kind == "inverted" else 1))
