@@ -622,10 +622,10 @@ def plain_mobilenet(config, *, key) -> eqx.nn.Sequential:
             hidden = round(ins * (run.expansion if run.kind == "inverted" else 1))
             expand = [conv_norm(ins, hidden, 1, activation=relu6, key=next(keys))] * (run.kind == "inverted")
             depthwise = conv_norm(hidden, hidden, 3, stride=stride, groups=hidden, activation=relu6, key=next(keys))
-            body = [*expand, depthwise, conv_norm(hidden, run.width, 1, key=next(keys))]
-            is_residual = stride == 1 and ins == run.width
+            body = [*expand, depthwise, conv_norm(hidden, run.channels, 1, key=next(keys))]
+            is_residual = stride == 1 and ins == run.channels
             layers += [Residual(body, [], lambda x: x)] if is_residual else body
-            ins = run.width
+            ins = run.channels
     layers.append(conv_norm(ins, config.top_width, 1, activation=relu6, key=next(keys)))
     return eqx.nn.Sequential([*layers, *plain_head(config.top_width, config.num_classes, next(keys))])
 
