@@ -7,12 +7,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
 import transformers
 
 import eqzoo
-from eqzoo import data, generation
+from eqzoo import data, generation, tree
 from tests.parity import randomise
 from tests.scripts import load_script
 
@@ -51,6 +52,15 @@ def continuation(folder: Path, text: str, tokens: int) -> str:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0
         )
     return tokenizer.decode(found[0, ids.shape[1] :].tolist())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_weights_are_rounded_as_asked(folder, capsys, dtype):
+    SCRIPT.main(SCRIPT.Options(prompts=("The cat",), model=str(folder), max_tokens=12, dtype=dtype))
+    model, tokenizer = eqzoo.load(folder), data.Tokenizer.load(folder)
+    model = tree.quantize(model, "*") if dtype == "int8" else tree.cast(model, jnp.bfloat16)
+    (expected,) = generation.generate(model, [tokenizer.encode("The cat")], 12)
+    assert capsys.readouterr().out == f"The cat{tokenizer.decode(expected.tokens)}\n"
 
 
 def test_prompts_go_on_as_upstreams_do_one_after_the_other(folder, capsys):
