@@ -132,7 +132,6 @@ def stream(
     """As `generate`, with what is new of each prompt's continuation, first after one token, then after `every` more."""
     prompts = _checked_prompts(prompts)
     _check_arguments(max_tokens, every, sampling, key, stop_strings, tokenizer)
-    key = jax.random.key(0) if key is None else key  # of no consequence where nothing is drawn
     length = _cache_length(model, max(map(len, prompts)), max_tokens)
     rules = _Rules.of(sampling, stop_tokens, key, logit_function)
     watch = [_Watch(len(prompt), stop_strings, tokenizer) for prompt in prompts]
@@ -274,20 +273,20 @@ def _cache_length(model: Any, longest: int, max_tokens: int) -> int:
 
 
 class _Rules(eqx.Module):
-    """`Sampling`, its numbers as arrays so that others need no other program; what stops; and the key."""
+    """`Sampling`, its numbers as arrays so that others need no other program; what stops; and the key, if any draws."""
 
     temperature: Float[Array, ""] | None
     top_p: Float[Array, ""] | None
     min_p: Float[Array, ""] | None
     repetition_penalty: Float[Array, ""] | None
     stops: Int[Array, " stops"]
-    key: PRNGKeyArray
+    key: PRNGKeyArray | None
     top_k: int | None = eqx.field(static=True)
     logit_function: LogitFunction | None = eqx.field(static=True)
 
     @staticmethod
     def of(
-        sampling: Sampling, stop_tokens: Sequence[int], key: PRNGKeyArray, logit_function: LogitFunction | None
+        sampling: Sampling, stop_tokens: Sequence[int], key: PRNGKeyArray | None, logit_function: LogitFunction | None
     ) -> "_Rules":
         array = lambda number: None if number is None else jnp.float32(number)
         return _Rules(
@@ -296,7 +295,7 @@ class _Rules(eqx.Module):
             array(sampling.min_p),
             array(sampling.repetition_penalty),
             jnp.asarray(np.array(stop_tokens, np.int32).reshape(-1)),
-            key,
+            key if sampling.temperature > 0 else None,
             sampling.top_k,
             logit_function,
         )
@@ -315,9 +314,8 @@ class _State(eqx.Module):
     def append(self, logits: Float[Array, "batch vocab"], rules: _Rules) -> "_State":
         """With the next token of each example that isn't done."""
         batch = jnp.arange(len(self.counts))
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(rules.key, batch)
         choose_token = partial(_choose, rules=rules)
-        token, log_probability = _over_batch(choose_token, logits, self.tokens, self.counts, self.seen, keys)
+        token, log_probability = _over_batch(choose_token, logits, self.tokens, self.counts, self.seen, batch)
         places = jnp.where(self.done, self.tokens.shape[1], self.counts)  # out of bounds: not written
         return _State(
             cache=self.cache,
@@ -406,14 +404,17 @@ def _choose(
     tokens: Int[Array, " length"],
     count: Int[Array, ""],
     seen: Bool[Array, " vocab"] | None,
-    key: PRNGKeyArray,
+    example: Int[Array, ""],
     *,
     rules: _Rules,
 ) -> tuple[Int[Array, ""], Float[Array, ""]]:
     """A token, and the logarithm of its probability in the model's own eyes."""
     logits = logits.astype(jnp.float32)
     scores = _scores(logits, tokens, count, seen, rules)
-    token = jnp.argmax(scores) if rules.temperature is None else draw(scores, jax.random.fold_in(key, count))
+    if rules.key is None:
+        token = jnp.argmax(scores)
+    else:
+        token = draw(scores, jax.random.fold_in(jax.random.fold_in(rules.key, example), count))
     return token.astype(jnp.int32), logits[token] - jax.nn.logsumexp(logits)
 
 

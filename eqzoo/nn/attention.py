@@ -136,9 +136,10 @@ def attend_to(
     if dropout is not None:
         weights = dropout(weights, key=dropout_key)
     ends = np.cumsum([value.shape[1] for value in values])
-    weights = jnp.split(weights.astype(dtype), ends[:-1], axis=-1)
-    mixed = map(lambda weights, value: product("hgqk,hkd->hgqd", weights, value.astype(dtype)), weights, values)
-    return (sum(mixed) / total).reshape(heads, tokens, -1).astype(dtype)
+    parts_of_weights = jnp.split(weights.astype(dtype), ends[:-1], axis=-1)
+    of_parts = zip(parts_of_weights, values, strict=True)
+    mixed = sum(product("hgqk,hkd->hgqd", part, value.astype(dtype)) for part, value in of_parts)
+    return (mixed / total).reshape(heads, tokens, -1).astype(dtype)
 
 
 def causal_mask(tokens: int, window: Int[Array, ""] | int | None = None) -> Bool[Array, "1 tokens tokens"]:

@@ -87,17 +87,18 @@ class Stack(eqx.Module, Generic[Block]):
         return x, state.update(substate)
 
 
+_PRODUCTS_AND_NAMED = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(ATTENDED)
+)
+
+
 def keep_products(body: Callable[..., Any]) -> Callable[..., Any]:
     """The body of a scan that keeps its products and convolutions for the backward pass and recomputes the rest."""
-    return jax.checkpoint(body, prevent_cse=False, policy=_is_product)
+    return jax.checkpoint(body, prevent_cse=False, policy=_is_kept)
 
 
-def _is_product(primitive: Primitive, *operands: Any, **parameters: Any) -> bool:
-    policies = jax.checkpoint_policies
-    is_kept = policies.save_from_both_policies(
-        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(ATTENDED)
-    )
-    return primitive in CONVOLUTIONS or is_kept(primitive, *operands, **parameters)
+def _is_kept(primitive: Primitive, *operands: Any, **parameters: Any) -> bool:
+    return primitive in CONVOLUTIONS or _PRODUCTS_AND_NAMED(primitive, *operands, **parameters)
 
 
 def _make_blocks(make_block: Callable[[PRNGKeyArray], Block], keys: Shaped[Array, "depth ..."]) -> Block:

@@ -265,67 +265,43 @@ class Gemma(eqx.Module):
         return 1 / sqrt(self.config.query_scalar or self.config.dim_head)
 
 
-def _gemma2(dim: int, depth: int, heads: int, kv_heads: int, hidden: int, dim_head: int, scalar: int) -> GemmaConfig:
-    return GemmaConfig(
-        dim=dim,
-        depth=depth,
-        heads=heads,
-        kv_heads=kv_heads,
-        hidden=hidden,
-        dim_head=dim_head,
-        pattern=("local", "global"),
-        window=4096,
-        query_scalar=scalar,
-        attention_cap=50.0,
-        final_cap=30.0,
-        post_norms=True,
-    )
-
-
-def _gemma3(
-    dim: int,
-    depth: int,
-    heads: int,
-    kv_heads: int,
-    hidden: int,
-    *,
-    dim_head: int = 256,
-    scalar: int = 256,
-    window: int = 1024,
-    vocab: int = 262208,
-    context: int = 131072,
-    rotary: nn.Rotary = _WIDEST,
-) -> GemmaConfig:
-    return GemmaConfig(
-        dim=dim,
-        depth=depth,
-        heads=heads,
-        kv_heads=kv_heads,
-        hidden=hidden,
-        dim_head=dim_head,
-        vocab=vocab,
-        context=context,
-        pattern=("local", "local", "local", "local", "local", "global"),
-        window=window,
-        rotary=rotary,
-        local_rotary=_ROTARY,
-        query_scalar=scalar,
-        post_norms=True,
-        qk_norm=True,
-    )
-
+# What the sizes of a generation have in common.
+_GEMMA2 = partial(
+    GemmaConfig,
+    dim_head=256,
+    query_scalar=256,
+    pattern=("local", "global"),
+    window=4096,
+    attention_cap=50.0,
+    final_cap=30.0,
+    post_norms=True,
+)
+_GEMMA3 = partial(
+    GemmaConfig,
+    dim_head=256,
+    query_scalar=256,
+    vocab=262208,
+    context=131072,
+    pattern=("local", "local", "local", "local", "local", "global"),
+    window=1024,
+    rotary=_WIDEST,
+    local_rotary=_ROTARY,
+    post_norms=True,
+    qk_norm=True,
+)
+_GEMMA3_TEXT = partial(_GEMMA3, window=512, vocab=262144, context=32768, rotary=_WIDE)
 
 VARIANTS = {
     "gemma-2b": GemmaConfig(dim=2048, depth=18, heads=8, kv_heads=1, hidden=16384),
     "gemma-7b": GemmaConfig(dim=3072, depth=28, heads=16, kv_heads=16, hidden=24576),
-    "gemma-2-2b": _gemma2(2304, 26, 8, 4, 9216, 256, 256),
-    "gemma-2-9b": _gemma2(3584, 42, 16, 8, 14336, 256, 256),
-    "gemma-2-27b": _gemma2(4608, 46, 32, 16, 36864, 128, 144),
-    "gemma-3-270m": _gemma3(640, 18, 4, 1, 2048, window=512, vocab=262144, context=32768, rotary=_WIDE),
-    "gemma-3-1b": _gemma3(1152, 26, 4, 1, 6912, window=512, vocab=262144, context=32768, rotary=_WIDE),
-    "gemma-3-4b": _gemma3(2560, 34, 8, 4, 10240),
-    "gemma-3-12b": _gemma3(3840, 48, 16, 8, 15360),
-    "gemma-3-27b": _gemma3(5376, 62, 32, 16, 21504, dim_head=128, scalar=168),
+    "gemma-2-2b": _GEMMA2(dim=2304, depth=26, heads=8, kv_heads=4, hidden=9216),
+    "gemma-2-9b": _GEMMA2(dim=3584, depth=42, heads=16, kv_heads=8, hidden=14336),
+    "gemma-2-27b": _GEMMA2(dim=4608, depth=46, heads=32, kv_heads=16, hidden=36864, dim_head=128, query_scalar=144),
+    "gemma-3-270m": _GEMMA3_TEXT(dim=640, depth=18, heads=4, kv_heads=1, hidden=2048),
+    "gemma-3-1b": _GEMMA3_TEXT(dim=1152, depth=26, heads=4, kv_heads=1, hidden=6912),
+    "gemma-3-4b": _GEMMA3(dim=2560, depth=34, heads=8, kv_heads=4, hidden=10240),
+    "gemma-3-12b": _GEMMA3(dim=3840, depth=48, heads=16, kv_heads=8, hidden=15360),
+    "gemma-3-27b": _GEMMA3(dim=5376, depth=62, heads=32, kv_heads=16, hidden=21504, dim_head=128, query_scalar=168),
 }
 
 FAMILY = Family(

@@ -296,189 +296,67 @@ def _rotary3(factor: float) -> nn.Rotary:
     return nn.Rotary(base=5e5, kind="llama3", factor=factor, low=1.0, high=4.0, context=8192)
 
 
-def _llama2(dim: int, depth: int, heads: int, hidden: int, kv_heads: int | None = None) -> LlamaConfig:
-    return LlamaConfig(dim=dim, depth=depth, heads=heads, hidden=hidden, kv_heads=kv_heads, context=4096, norm_eps=1e-5)
-
-
-def _llama3(
-    dim: int, depth: int, heads: int, hidden: int, rotary: nn.Rotary, *, context: int = 131072, tied: bool = False
-) -> LlamaConfig:
-    return LlamaConfig(
-        dim=dim,
-        depth=depth,
-        heads=heads,
-        hidden=hidden,
-        kv_heads=8,
-        vocab=128256,
-        context=context,
-        norm_eps=1e-5,
-        rotary=rotary,
-        tied_head=tied,
-    )
-
-
-def _mistral(*, vocab: int, base: float, window: int | None) -> LlamaConfig:
-    return LlamaConfig(
-        dim=4096,
-        depth=32,
-        heads=32,
-        hidden=14336,
-        kv_heads=8,
-        vocab=vocab,
-        context=32768,
-        norm_eps=1e-5,
-        rotary=nn.Rotary(base=base),
-        window=window,
-    )
-
-
-def _qwen2(
-    dim: int,
-    depth: int,
-    heads: int,
-    kv_heads: int,
-    hidden: int,
-    *,
-    context: int = 131072,
-    norm_eps: float = 1e-6,
-    tied: bool = False,
-    vocab: int = 152064,
-) -> LlamaConfig:
-    return LlamaConfig(
-        dim=dim,
-        depth=depth,
-        heads=heads,
-        hidden=hidden,
-        kv_heads=kv_heads,
-        vocab=vocab,
-        context=context,
-        norm_eps=norm_eps,
-        rotary=nn.Rotary(base=1e6),
-        attention_bias="qkv",
-        tied_head=tied,
-    )
-
-
-def _qwen3(dim: int, depth: int, heads: int, hidden: int, *, tied: bool = False) -> LlamaConfig:
-    return LlamaConfig(
-        dim=dim,
-        depth=depth,
-        heads=heads,
-        hidden=hidden,
-        kv_heads=8,
-        dim_head=None if dim == 128 * heads else 128,
-        vocab=151936,
-        context=40960,
-        rotary=nn.Rotary(base=1e6),
-        qk_norm="head",
-        tied_head=tied,
-    )
-
-
-def _smollm(
-    dim: int, depth: int, heads: int, kv_heads: int | None, hidden: int, *, context: int, base: float
-) -> LlamaConfig:
-    return LlamaConfig(
-        dim=dim,
-        depth=depth,
-        heads=heads,
-        hidden=hidden,
-        kv_heads=kv_heads,
-        vocab=49152,
-        context=context,
-        norm_eps=1e-5,
-        rotary=nn.Rotary(base=base),
-        tied_head=True,
-    )
-
-
-def _olmo2(dim: int, depth: int, heads: int, hidden: int, *, kv_heads: int | None = None) -> LlamaConfig:
-    return LlamaConfig(
-        dim=dim,
-        depth=depth,
-        heads=heads,
-        hidden=hidden,
-        kv_heads=kv_heads,
-        vocab=100352,
-        context=4096,
-        rotary=nn.Rotary(base=5e5),
-        qk_norm="whole",
-        post_norm=True,
-    )
-
-
-def _granite(
-    dim: int,
-    heads: int,
-    hidden: int,
-    *,
-    logit_divisor: float,
-    vocab: int = 49155,
-    context: int = 4096,
-    base: float = 1e4,
-) -> LlamaConfig:
-    return LlamaConfig(
-        dim=dim,
-        depth=40,
-        heads=heads,
-        hidden=hidden,
-        kv_heads=8,
-        vocab=vocab,
-        context=context,
-        norm_eps=1e-5,
-        rotary=nn.Rotary(base=base),
-        tied_head=True,
-        embedding_scale=12.0,
-        residual_scale=0.22,
-        attention_scale=heads / dim,
-        logit_divisor=logit_divisor,
-    )
-
-
-_PLAIN3 = nn.Rotary(base=5e5)
+# What the sizes of a generation have in common.
+_LLAMA2 = partial(LlamaConfig, context=4096, norm_eps=1e-5)
+_LLAMA3 = partial(LlamaConfig, kv_heads=8, vocab=128256, norm_eps=1e-5)
+_LLAMA3_0 = partial(_LLAMA3, context=8192, rotary=nn.Rotary(base=5e5))
+_LLAMA3_1 = partial(_LLAMA3, context=131072, rotary=_rotary3(8.0))
+_LLAMA3_2 = partial(_LLAMA3, context=131072, rotary=_rotary3(32.0), tied_head=True)
+_MISTRAL = partial(LlamaConfig, dim=4096, depth=32, heads=32, hidden=14336, kv_heads=8, context=32768, norm_eps=1e-5)
+_QWEN2_5 = partial(LlamaConfig, vocab=152064, context=131072, rotary=nn.Rotary(base=1e6), attention_bias="qkv")
+_QWEN2_5_SMALL = partial(_QWEN2_5, vocab=151936, kv_heads=2, tied_head=True)
+_QWEN3 = partial(LlamaConfig, kv_heads=8, vocab=151936, context=40960, rotary=nn.Rotary(base=1e6), qk_norm="head")
+_SMOLLM = partial(LlamaConfig, vocab=49152, norm_eps=1e-5, tied_head=True, context=2048)
+_SMOLLM2 = partial(_SMOLLM, context=8192, rotary=nn.Rotary(base=1e5))
+_OLMO2 = partial(LlamaConfig, vocab=100352, context=4096, rotary=nn.Rotary(base=5e5), qk_norm="whole", post_norm=True)
+_GRANITE = partial(
+    LlamaConfig, depth=40, kv_heads=8, norm_eps=1e-5, tied_head=True, embedding_scale=12.0, residual_scale=0.22
+)
+_GRANITE3 = partial(_GRANITE, heads=32, vocab=49155, context=4096)
+_LONG_GRANITE = partial(_GRANITE, context=131072, rotary=nn.Rotary(base=1e7))
 
 VARIANTS = {
-    "Llama-2-7b": _llama2(4096, 32, 32, 11008),
-    "Llama-2-13b": _llama2(5120, 40, 40, 13824),
-    "Llama-2-70b": _llama2(8192, 80, 64, 28672, kv_heads=8),
-    "Llama-3-8B": _llama3(4096, 32, 32, 14336, _PLAIN3, context=8192),
-    "Llama-3-70B": _llama3(8192, 80, 64, 28672, _PLAIN3, context=8192),
-    "Llama-3.1-8B": _llama3(4096, 32, 32, 14336, _rotary3(8.0)),
-    "Llama-3.1-70B": _llama3(8192, 80, 64, 28672, _rotary3(8.0)),
-    "Llama-3.1-405B": _llama3(16384, 126, 128, 53248, _rotary3(8.0)),
-    "Llama-3.2-1B": _llama3(2048, 16, 32, 8192, _rotary3(32.0), tied=True),
-    "Llama-3.2-3B": _llama3(3072, 28, 24, 8192, _rotary3(32.0), tied=True),
-    "Llama-3.3-70B": _llama3(8192, 80, 64, 28672, _rotary3(8.0)),
-    "Mistral-7B-v0.1": _mistral(vocab=32000, base=1e4, window=4096),
-    "Mistral-7B-v0.2": _mistral(vocab=32000, base=1e6, window=None),
-    "Mistral-7B-v0.3": _mistral(vocab=32768, base=1e6, window=None),
-    "Qwen2.5-0.5B": _qwen2(896, 24, 14, 2, 4864, context=32768, tied=True, vocab=151936),
-    "Qwen2.5-1.5B": _qwen2(1536, 28, 12, 2, 8960, tied=True, vocab=151936),
-    "Qwen2.5-3B": _qwen2(2048, 36, 16, 2, 11008, context=32768, tied=True, vocab=151936),
-    "Qwen2.5-7B": _qwen2(3584, 28, 28, 4, 18944),
-    "Qwen2.5-14B": _qwen2(5120, 48, 40, 8, 13824, norm_eps=1e-5),
-    "Qwen2.5-32B": _qwen2(5120, 64, 40, 8, 27648, norm_eps=1e-5),
-    "Qwen2.5-72B": _qwen2(8192, 80, 64, 8, 29568, norm_eps=1e-5),
-    "Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
-    "Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
-    "Qwen3-4B": _qwen3(2560, 36, 32, 9728, tied=True),
-    "Qwen3-8B": _qwen3(4096, 36, 32, 12288),
-    "Qwen3-14B": _qwen3(5120, 40, 40, 17408),
-    "Qwen3-32B": _qwen3(5120, 64, 64, 25600),
-    "SmolLM-135M": _smollm(576, 30, 9, 3, 1536, context=2048, base=1e4),
-    "SmolLM-360M": _smollm(960, 32, 15, 5, 2560, context=2048, base=1e4),
-    "SmolLM-1.7B": _smollm(2048, 24, 32, None, 8192, context=2048, base=1e4),
-    "SmolLM2-135M": _smollm(576, 30, 9, 3, 1536, context=8192, base=1e5),
-    "SmolLM2-360M": _smollm(960, 32, 15, 5, 2560, context=8192, base=1e5),
-    "SmolLM2-1.7B": _smollm(2048, 24, 32, None, 8192, context=8192, base=1.3e5),
+    "Llama-2-7b": _LLAMA2(dim=4096, depth=32, heads=32, hidden=11008),
+    "Llama-2-13b": _LLAMA2(dim=5120, depth=40, heads=40, hidden=13824),
+    "Llama-2-70b": _LLAMA2(dim=8192, depth=80, heads=64, hidden=28672, kv_heads=8),
+    "Llama-3-8B": _LLAMA3_0(dim=4096, depth=32, heads=32, hidden=14336),
+    "Llama-3-70B": _LLAMA3_0(dim=8192, depth=80, heads=64, hidden=28672),
+    "Llama-3.1-8B": _LLAMA3_1(dim=4096, depth=32, heads=32, hidden=14336),
+    "Llama-3.1-70B": _LLAMA3_1(dim=8192, depth=80, heads=64, hidden=28672),
+    "Llama-3.1-405B": _LLAMA3_1(dim=16384, depth=126, heads=128, hidden=53248),
+    "Llama-3.2-1B": _LLAMA3_2(dim=2048, depth=16, heads=32, hidden=8192),
+    "Llama-3.2-3B": _LLAMA3_2(dim=3072, depth=28, heads=24, hidden=8192),
+    "Llama-3.3-70B": _LLAMA3_1(dim=8192, depth=80, heads=64, hidden=28672),
+    "Mistral-7B-v0.1": _MISTRAL(window=4096),
+    "Mistral-7B-v0.2": _MISTRAL(rotary=nn.Rotary(base=1e6)),
+    "Mistral-7B-v0.3": _MISTRAL(vocab=32768, rotary=nn.Rotary(base=1e6)),
+    "Qwen2.5-0.5B": _QWEN2_5_SMALL(dim=896, depth=24, heads=14, hidden=4864, context=32768),
+    "Qwen2.5-1.5B": _QWEN2_5_SMALL(dim=1536, depth=28, heads=12, hidden=8960),
+    "Qwen2.5-3B": _QWEN2_5_SMALL(dim=2048, depth=36, heads=16, hidden=11008, context=32768),
+    "Qwen2.5-7B": _QWEN2_5(dim=3584, depth=28, heads=28, hidden=18944, kv_heads=4),
+    "Qwen2.5-14B": _QWEN2_5(dim=5120, depth=48, heads=40, hidden=13824, kv_heads=8, norm_eps=1e-5),
+    "Qwen2.5-32B": _QWEN2_5(dim=5120, depth=64, heads=40, hidden=27648, kv_heads=8, norm_eps=1e-5),
+    "Qwen2.5-72B": _QWEN2_5(dim=8192, depth=80, heads=64, hidden=29568, kv_heads=8, norm_eps=1e-5),
+    "Qwen3-0.6B": _QWEN3(dim=1024, depth=28, heads=16, hidden=3072, dim_head=128, tied_head=True),
+    "Qwen3-1.7B": _QWEN3(dim=2048, depth=28, heads=16, hidden=6144, tied_head=True),
+    "Qwen3-4B": _QWEN3(dim=2560, depth=36, heads=32, hidden=9728, dim_head=128, tied_head=True),
+    "Qwen3-8B": _QWEN3(dim=4096, depth=36, heads=32, hidden=12288),
+    "Qwen3-14B": _QWEN3(dim=5120, depth=40, heads=40, hidden=17408),
+    "Qwen3-32B": _QWEN3(dim=5120, depth=64, heads=64, hidden=25600, dim_head=128),
+    "SmolLM-135M": _SMOLLM(dim=576, depth=30, heads=9, hidden=1536, kv_heads=3),
+    "SmolLM-360M": _SMOLLM(dim=960, depth=32, heads=15, hidden=2560, kv_heads=5),
+    "SmolLM-1.7B": _SMOLLM(dim=2048, depth=24, heads=32, hidden=8192),
+    "SmolLM2-135M": _SMOLLM2(dim=576, depth=30, heads=9, hidden=1536, kv_heads=3),
+    "SmolLM2-360M": _SMOLLM2(dim=960, depth=32, heads=15, hidden=2560, kv_heads=5),
+    "SmolLM2-1.7B": _SMOLLM2(dim=2048, depth=24, heads=32, hidden=8192, rotary=nn.Rotary(base=1.3e5)),
     "SmolLM3-3B": LlamaConfig(
         dim=2048,
         depth=36,
         heads=16,
         hidden=11008,
-        kv_heads=4,
         vocab=128256,
         context=65536,
+        kv_heads=4,
         rotary=nn.Rotary(base=5e6),
         rotated=(True, True, True, False) * 9,
         tied_head=True,
@@ -491,20 +369,24 @@ VARIANTS = {
         depth=40,
         heads=40,
         hidden=17920,
-        kv_heads=10,
         vocab=100352,
         context=16384,
+        kv_heads=10,
         norm_eps=1e-5,
         rotary=nn.Rotary(base=2.5e5),
     ),
-    "OLMo-2-0425-1B": _olmo2(2048, 16, 16, 8192),
-    "OLMo-2-1124-7B": _olmo2(4096, 32, 32, 11008),
-    "OLMo-2-1124-13B": _olmo2(5120, 40, 40, 13824),
-    "OLMo-2-0325-32B": _olmo2(5120, 64, 40, 27648, kv_heads=8),
-    "granite-3.0-2b": _granite(2048, 32, 8192, logit_divisor=8.0),
-    "granite-3.0-8b": _granite(4096, 32, 12800, logit_divisor=16.0),
-    "granite-3.3-8b": _granite(4096, 32, 12800, logit_divisor=16.0, vocab=49159, context=131072, base=1e7),
-    "granite-4.1-3b": _granite(2560, 40, 8192, logit_divisor=10.0, vocab=100352, context=131072, base=1e7),
+    "OLMo-2-0425-1B": _OLMO2(dim=2048, depth=16, heads=16, hidden=8192),
+    "OLMo-2-1124-7B": _OLMO2(dim=4096, depth=32, heads=32, hidden=11008),
+    "OLMo-2-1124-13B": _OLMO2(dim=5120, depth=40, heads=40, hidden=13824),
+    "OLMo-2-0325-32B": _OLMO2(dim=5120, depth=64, heads=40, hidden=27648, kv_heads=8),
+    "granite-3.0-2b": _GRANITE3(dim=2048, hidden=8192, attention_scale=0.015625, logit_divisor=8.0),
+    "granite-3.0-8b": _GRANITE3(dim=4096, hidden=12800, attention_scale=0.0078125, logit_divisor=16.0),
+    "granite-3.3-8b": _LONG_GRANITE(
+        dim=4096, heads=32, hidden=12800, vocab=49159, attention_scale=0.0078125, logit_divisor=16.0
+    ),
+    "granite-4.1-3b": _LONG_GRANITE(
+        dim=2560, heads=40, hidden=8192, vocab=100352, attention_scale=0.015625, logit_divisor=10.0
+    ),
 }
 
 SHARDING = (

@@ -5,7 +5,7 @@ training. Where some layers have no experts, all are laid out one by one instead
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -253,34 +253,25 @@ def _without_experts(blocks: nn.Stack[Block]) -> tuple[nn.Stack[Block], nn.Gated
     return eqx.tree_at(where, blocks, None), where(blocks).block
 
 
-def _mixtral(dim: int, depth: int, heads: int, hidden: int, context: int, vocab: int = 32000) -> MixtralConfig:
-    return MixtralConfig(dim=dim, depth=depth, heads=heads, kv_heads=8, hidden=hidden, context=context, vocab=vocab)
-
-
-def _qwen3(dim: int, depth: int, heads: int, hidden: int, dense_hidden: int) -> MixtralConfig:
-    return MixtralConfig(
-        dim=dim,
-        depth=depth,
-        heads=heads,
-        kv_heads=4,
-        hidden=hidden,
-        experts=128,
-        top_k=8,
-        dense_hidden=dense_hidden,
-        dim_head=128,
-        vocab=151936,
-        context=40960,
-        norm_eps=1e-6,
-        qk_norm=True,
-    )
-
+_8X22B = MixtralConfig(dim=6144, depth=56, heads=48, kv_heads=8, hidden=16384, context=65536)
+_QWEN3 = partial(
+    MixtralConfig,
+    kv_heads=4,
+    experts=128,
+    top_k=8,
+    dim_head=128,
+    vocab=151936,
+    context=40960,
+    norm_eps=1e-6,
+    qk_norm=True,
+)
 
 VARIANTS = {
-    "Mixtral-8x7B-v0.1": _mixtral(4096, 32, 32, 14336, 32768),
-    "Mixtral-8x22B-v0.1": _mixtral(6144, 56, 48, 16384, 65536),
-    "Mixtral-8x22B-Instruct-v0.1": _mixtral(6144, 56, 48, 16384, 65536, vocab=32768),
-    "Qwen3-30B-A3B": _qwen3(2048, 48, 32, 768, dense_hidden=6144),
-    "Qwen3-235B-A22B": _qwen3(4096, 94, 64, 1536, dense_hidden=12288),
+    "Mixtral-8x7B-v0.1": MixtralConfig(dim=4096, depth=32, heads=32, kv_heads=8, hidden=14336, context=32768),
+    "Mixtral-8x22B-v0.1": _8X22B,
+    "Mixtral-8x22B-Instruct-v0.1": replace(_8X22B, vocab=32768),
+    "Qwen3-30B-A3B": _QWEN3(dim=2048, depth=48, heads=32, hidden=768, dense_hidden=6144),
+    "Qwen3-235B-A22B": _QWEN3(dim=4096, depth=94, heads=64, hidden=1536, dense_hidden=12288),
 }
 
 FAMILY = Family(Mixtral, MixtralConfig, VARIANTS, upstreams=UPSTREAMS, sharding=SHARDING, adapters={})
