@@ -18,7 +18,7 @@ import equinox as eqx
 import jax
 
 import eqzoo
-from eqzoo import data, nn, sharding, train, tree
+from eqzoo import data, host, nn, sharding, train, tree
 from eqzoo.data import Augment
 
 HEAD = "*head"  # where the models of the zoo have theirs
@@ -198,4 +198,6 @@ def adaptable(model: Any) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    main(train.parse(Options, __doc__))
+    options = train.parse(Options, __doc__)
+    host.tune()
+    main(options)

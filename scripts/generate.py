@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import tyro
 
 import eqzoo
-from eqzoo import generation, train
+from eqzoo import generation, host, train
 from eqzoo.checkpoint.hub import fetch_files
 from eqzoo.data import Tokenizer
 from eqzoo.tree import quantize
@@ -142,4 +142,6 @@ class Clock:
 
 
 if __name__ == "__main__":
-    main(train.parse(Options, __doc__))
+    options = train.parse(Options, __doc__)
+    host.tune()
+    main(options)

@@ -20,7 +20,7 @@ import equinox as eqx
 import jax
 
 import eqzoo
-from eqzoo import data, nn, sharding, train, tree
+from eqzoo import data, host, nn, sharding, train, tree
 from eqzoo.data import Augment
 from eqzoo.train import plots
 
@@ -185,4 +185,6 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(train.parse(Options, __doc__))
+    options = train.parse(Options, __doc__)
+    host.tune()
+    main(options)

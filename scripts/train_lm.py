@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 import eqzoo
-from eqzoo import data, nn, sharding, train, tree
+from eqzoo import data, host, nn, sharding, train, tree
 
 SMALL_GPT2 = {"dim": 256, "depth": 4, "heads": 4}
 NO_DROPOUT = {"dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0, "residual_dropout": 0.0}
@@ -208,4 +208,6 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(train.parse(Options, __doc__))
+    options = train.parse(Options, __doc__)
+    host.tune()
+    main(options)

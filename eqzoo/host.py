@@ -1,0 +1,56 @@
+"""Settings of the process, which have to be there when it starts.
+
+On a CPU, the memory of one step goes back to the system at its end, and the next step gets it anew, page by page, each
+filled with zeros. Under the settings below glibc keeps it, in large pages.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Mapping
+
+SETTINGS = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
+
+
+def tune() -> None:
+    """Start this program again, with the same arguments, under the settings with which it computes fastest on a CPU;
+    return if it has them, if they don't apply, or if the environment says `EQZOO_HOST=off`.
+
+    They apply with glibc, so on most Linux systems, where JAX has no accelerator to use and the environment has no
+    `GLIBC_TUNABLES` of the user's own. For the main part of a script alone, before anything is written or read:
+
+    ```python
+    if __name__ == "__main__":
+        host.tune()
+        main()
+    ```
+    """
+    if not _should_restart(os.environ):
+        return
+    print(f"eqzoo: started again with GLIBC_TUNABLES={SETTINGS} (EQZOO_HOST=off: don't)", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    environment = os.environ | {"EQZOO_HOST": "tuned", "GLIBC_TUNABLES": SETTINGS}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def _should_restart(environment: Mapping[str, str]) -> bool:
+    wish = environment.get("EQZOO_HOST", "on")
+    if wish not in ("on", "off", "tuned"):
+        raise ValueError(f"EQZOO_HOST={wish}: expected `off`, or `on`, which it is without saying so")
+    is_free = wish == "on" and "GLIBC_TUNABLES" not in environment
+    return is_free and _has_glibc() and _computes_on_cpu(environment)
+
+
+def _has_glibc() -> bool:
+    return sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
+
+
+def _computes_on_cpu(environment: Mapping[str, str]) -> bool:
+    """As JAX will decide; asking it would start it."""
+    if platforms := environment.get("JAX_PLATFORMS"):
+        return platforms == "cpu"
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return not plugins and not any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
