@@ -268,12 +268,16 @@ def depthwise_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
     dtype, (rows, columns) = x.dtype, geometry.dilation
     x = _pad(at_least_float32(jnp.repeat(x, w.shape[0] // x.shape[3], axis=3)), geometry.padding)
     w = _taps(at_least_float32(w))
-    products = (
-        _slice(x, (i * rows, j * columns), geometry.out_size, geometry.stride) * w[i, j]
-        for i in range(geometry.kernel[0])
-        for j in range(geometry.kernel[1])
-    )
-    return reduce(add, products).astype(dtype)
+
+    def sum_of_taps(x: Array, w: Array) -> Array:
+        products = (
+            _slice(x, (i * rows, j * columns), geometry.out_size, geometry.stride) * w[i, j]
+            for i in range(geometry.kernel[0])
+            for j in range(geometry.kernel[1])
+        )
+        return reduce(add, products).astype(dtype)
+
+    return _in_memory(sum_of_taps, x, w)
 
 
 def depthwise_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
@@ -325,19 +329,21 @@ def depthwise_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
         partial = _in_memory(lambda x, y: over_columns(seen(x), y), x, y)
     else:  # rows apart from each other are slow to read time and again: cut them out first
         partial = _in_memory(over_columns, seen(x), y)
-    w = _in_memory(lambda partial, _: jnp.stack([row.sum((0, 1)) for row in partial]), partial, y)
+    w = _in_memory(lambda partial: jnp.stack([row.sum((0, 1)) for row in partial]), partial)
     return w.transpose(2, 0, 1)[:, None].astype(dtype)
 
 
-def _in_memory(function: Callable[[Any, Array], Any], x: Any, y: Array) -> Any:
-    """`function(x, y)`, its operands and its result kept as arrays.
+def _in_memory(function: Callable[..., Any], *operands: Any) -> Any:
+    """`function(*operands)`, its operands and its result kept as arrays.
 
-    XLA would fuse them with what comes before and after and compute them time and again. Only a branch that it can't
-    decide beforehand stops it: the other one is taken if `y` starts with infinity.
+    XLA would fuse them with what comes before and after and compute them time and again. Only a branch stops it, of
+    which it doesn't know that it is always taken.
     """
-    result = jax.eval_shape(function, x, y)
-    otherwise = lambda x, y: jax.tree.map(lambda array: jnp.full(array.shape, jnp.nan, array.dtype), result)
-    return lax.cond(jnp.sum(y[:1, :1, :1, :1]) != jnp.inf, function, otherwise, x, y)
+    result = jax.eval_shape(function, *operands)
+    otherwise = lambda *_: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), result)
+    array = jax.tree.leaves(operands)[-1]  # the first may be padded, with what XLA knows
+    is_nan = jnp.isnan(lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)).reshape(())
+    return lax.cond(is_nan.astype(jnp.int32) + 1 > 0, function, otherwise, *operands)
 
 
 # CPU, grouped: neighbouring groups merge into one dense block, mostly zeros, of up to 32 channels

@@ -12,13 +12,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from eqzoo.nn._init import Init
+from eqzoo.nn._kept import KEPT
 from eqzoo.nn.cache import KVCache
 from eqzoo.nn.dropout import Dropout, split_key
 from eqzoo.nn.linear import Linear
 from eqzoo.nn.norm import LayerNorm, RMSNorm
 from eqzoo.nn.position import rotate
 
-ATTENDED = "attended"  # the name of what a `Stack` keeps for the backward pass beside its products
 _BLOCK = 128  # queries that attend at a time
 _RUNS = 4  # of blocks, each a loop; with more of them fewer keys are looked at in vain, and programs are larger
 
@@ -98,7 +98,7 @@ def attend_causal(
     runs = np.array_split(range(blocks), min(_RUNS, blocks))
     mixed = jnp.concatenate([run(int(numbers[0]), int(numbers[-1]) + 1) for numbers in runs])
     mixed = mixed.swapaxes(0, 1).reshape(query.shape[0], blocks * size, -1)[:, :tokens]
-    return checkpoint_name(mixed, ATTENDED)
+    return checkpoint_name(mixed, KEPT)
 
 
 def attend_to(
