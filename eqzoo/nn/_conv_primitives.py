@@ -11,7 +11,8 @@ inside a loop, tens to hundreds of times slower than the forms below, so the CPU
 primitives, not `custom_vjp`, compose with forward mode, higher derivatives and `vmap`.
 
 The three are closed under differentiation and batching, so what follows is short: shapes, one batching rule, `lax`'s
-convolutions for accelerators, and for the CPU one form each for dense, depthwise and grouped convolutions.
+convolutions for accelerators, products for 1x1, and for the CPU one form each for dense, depthwise and grouped
+convolutions.
 """
 
 from collections.abc import Callable, Sequence
@@ -194,6 +195,37 @@ def lax_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
 def lax_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
     w = jax.ShapeDtypeStruct(conv_dw_shape(x, y, geometry), x.dtype)
     return jax.linear_transpose(lambda w: lax_conv(x, w, geometry=geometry), w)(y)[0]
+
+
+# Everywhere, 1x1: a product of matrices, with one row for each pixel of all images. The weight's gradient, written as a
+# product over images, rows and columns, would have XLA's CPU backend transpose an image, which takes far longer.
+
+
+def _is_product(geometry: Geometry) -> bool:
+    return geometry == Geometry(geometry.size, (1, 1))
+
+
+def _rows(array: Array) -> Array:
+    return array.reshape(-1, array.shape[3])
+
+
+def product_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
+    return (_rows(x) @ w[:, :, 0, 0].T).reshape(*x.shape[:3], w.shape[0])
+
+
+def product_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
+    return (_rows(y) @ w[:, :, 0, 0]).reshape(*y.shape[:3], w.shape[1])
+
+
+def product_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
+    return (_rows(y).T @ _rows(x))[:, :, None, None]
+
+
+def _or_product(convolution: Callable[..., Array], product: Callable[..., Array]) -> Callable[..., Array]:
+    def lowering(a: Array, b: Array, *, geometry: Geometry) -> Array:
+        return (product if _is_product(geometry) else convolution)(a, b, geometry=geometry)
+
+    return lowering
 
 
 # CPU, one group: explicit transposes into the layout of XLA's fast kernels, which it finds by itself only outside loops
@@ -385,9 +417,9 @@ def _on_cpu(names: str, dense: Callable[..., Array], depthwise: Callable[..., Ar
     return lowering
 
 
-cpu_conv = _on_cpu("xwy", dense_conv, depthwise_conv)
-cpu_conv_dx = _on_cpu("ywx", dense_conv_dx, depthwise_conv_dx)
-cpu_conv_dw = _on_cpu("xyw", dense_conv_dw, depthwise_conv_dw)
+cpu_conv = _on_cpu("xwy", _or_product(dense_conv, product_conv), depthwise_conv)
+cpu_conv_dx = _on_cpu("ywx", _or_product(dense_conv_dx, product_conv_dx), depthwise_conv_dx)
+cpu_conv_dw = _on_cpu("xyw", _or_product(dense_conv_dw, product_conv_dw), depthwise_conv_dw)
 
 
 # The primitives
@@ -396,7 +428,7 @@ cpu_conv_dw = _on_cpu("xyw", dense_conv_dw, depthwise_conv_dw)
 def _primitive(
     names: str, shape: Callable[..., Shape], default: Callable[..., Array], on_cpu: Callable[..., Array]
 ) -> Primitive:
-    primitive = Primitive(f"eqzoo_{default.__name__.removeprefix('lax_')}")
+    primitive = Primitive(f"eqzoo_{shape.__name__.removesuffix('_shape')}")
     primitive.def_impl(jax.jit(primitive.bind, static_argnames="geometry"))
     primitive.def_abstract_eval(lambda a, b, *, geometry: ShapedArray(shape(a, b, geometry), a.dtype))
     batching.primitive_batchers[primitive] = _batching_rule(primitive, names, shape)
@@ -405,9 +437,9 @@ def _primitive(
     return primitive
 
 
-conv_p = _primitive("xwy", conv_shape, lax_conv, cpu_conv)
-conv_dx_p = _primitive("ywx", conv_dx_shape, lax_conv_dx, cpu_conv_dx)
-conv_dw_p = _primitive("xyw", conv_dw_shape, lax_conv_dw, cpu_conv_dw)
+conv_p = _primitive("xwy", conv_shape, _or_product(lax_conv, product_conv), cpu_conv)
+conv_dx_p = _primitive("ywx", conv_dx_shape, _or_product(lax_conv_dx, product_conv_dx), cpu_conv_dx)
+conv_dw_p = _primitive("xyw", conv_dw_shape, _or_product(lax_conv_dw, product_conv_dw), cpu_conv_dw)
 CONVOLUTIONS = (conv_p, conv_dx_p, conv_dw_p)
 
 ad.defbilinear(

@@ -36,13 +36,16 @@ def conv2d(
     dtype = jnp.promote_types(x.dtype, weight.dtype)
     x, weight = x.astype(dtype), weight.astype(dtype)
 
-    unpadded = groups == 1 and pads == ((0, 0), (0, 0))
-    if unpadded and kernel == (1, 1):
-        y = x[:: stride[0], :: stride[1]] @ weight[:, :, 0, 0].T
-    elif unpadded and kernel == stride and dilation == (1, 1):
-        y = _patches(x, geometry) @ weight.transpose(2, 3, 1, 0).reshape(-1, weight.shape[0])
-    else:
-        y = conv(x[None], weight, geometry)[0]
+    # What is a product of matrices, or can be made one, becomes a 1x1 convolution of stride 1.
+    if groups == 1 and pads == ((0, 0), (0, 0)):
+        if kernel == (1, 1):
+            x = x[:: stride[0], :: stride[1]]
+            geometry = Geometry(x.shape[:2], kernel)
+        elif kernel == stride and dilation == (1, 1):
+            x = _patches(x, geometry)
+            weight = weight.transpose(0, 2, 3, 1).reshape(weight.shape[0], -1, 1, 1)
+            geometry = Geometry(x.shape[:2], (1, 1))
+    y = conv(x[None], weight, geometry)[0]
     return y if bias is None else y + bias
 
 

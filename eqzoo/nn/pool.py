@@ -149,17 +149,42 @@ def _max_of_windows(x: Array, windows: _Windows) -> Array:
 @_max_of_windows.defjvp
 def _max_of_windows_jvp(windows: _Windows, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     largest, *taps = windows.taps(primals[0])
-    first = jnp.zeros(largest.shape, np.min_scalar_type(len(taps)))
+    first = jnp.zeros(largest.shape, np.min_scalar_type(len(taps) + 1))
     for index, tap in enumerate(taps, 1):
         better = (tap > largest) | jnp.isnan(tap)
         largest, first = jnp.where(better, tap, largest), jnp.where(better, first.dtype.type(index), first)
 
     # Rematerialised, so that the backward pass keeps `first` and not a mask per tap.
-    @partial(jax.checkpoint, prevent_cse=False)
-    def chosen(first: Array, tangent: Array) -> Array:
-        return reduce(add, (jnp.where(first == index, tap, 0) for index, tap in enumerate(windows.taps(tangent))))
-
+    chosen = jax.checkpoint(partial(_chosen, windows), prevent_cse=False)
     return largest, chosen(first, tangents[0])
+
+
+def _chosen(windows: _Windows, first: Array, tangent: Array) -> Array:
+    """The tangent at each window's largest pixel, the one it sees through the tap number `first`.
+
+    The image is cut into squares of one stride: all windows see the square `i` down and `j` right of their own corner
+    through the same taps. So the transpose, the pool's gradient, adds up few shifted arrays, pixel by pixel; that of
+    `windows.taps` would spread each tap over the image.
+    """
+    (height, width), (down, right) = windows.window, windows.stride
+    below, beside = (d * (k - 1) // s for d, k, s in zip(windows.dilation, windows.window, windows.stride, strict=True))
+    rows, columns = windows.count[0] + below, windows.count[1] + beside
+    no_tap = height * width
+    taps = np.full(((below + 1) * down, (beside + 1) * right), no_tap, first.dtype)
+    taps[:: windows.dilation[0], :: windows.dilation[1]][:height, :width] = np.arange(no_tap).reshape(height, width)
+
+    image = _pad(tangent, ((0, rows * down - tangent.shape[0]), (0, columns * right - tangent.shape[1])), 0.0)
+    squares = image.reshape(rows, down, columns, right, -1)
+    first = _pad(first, ((below, below), (beside, beside)), 0.0)
+    parts = []
+    for i, j in np.ndindex(below + 1, beside + 1):
+        tap = taps[i * down : (i + 1) * down, j * right : (j + 1) * right]
+        if np.all(tap == no_tap):
+            continue
+        seen = first[below - i : below - i + rows, beside - j : beside - j + columns]
+        part = jnp.where(seen[:, None, :, None] == tap[:, None, :, None], squares, 0).sum((1, 3))
+        parts.append(_pad(part, ((below - i, i), (beside - j, j)), 0.0))
+    return reduce(add, parts)[below : below + windows.count[0], beside : beside + windows.count[1]]
 
 
 def _pad(x: Array, pads: tuple[Pair, ...], value: float) -> Array:

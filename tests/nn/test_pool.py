@@ -120,14 +120,15 @@ def test_nan_goes_where_torchs_goes():
     np.testing.assert_array_equal(pullback(jnp.ones_like(got))[0], tensor.grad)
 
 
-def test_max_pool_transformations_equal_lax():
+@pytest.mark.parametrize("stride", [(2, 2), (1, 4)])
+def test_max_pool_transformations_equal_lax(stride):
     x = image(2, 9, 8, 3)
 
     def ours(x):
-        return max_pool(x, 3, stride=2, padding=1)
+        return max_pool(x, 3, stride=stride, padding=1)
 
     def theirs(x):
-        return lax.reduce_window(x, -jnp.inf, lax.max, (3, 3, 1), (2, 2, 1), ((1, 1), (1, 1), (0, 0)))
+        return lax.reduce_window(x, -jnp.inf, lax.max, (3, 3, 1), (*stride, 1), ((1, 1), (1, 1), (0, 0)))
 
     def transformed(f):
         def loss(x):
@@ -142,15 +143,34 @@ def test_max_pool_transformations_equal_lax():
             jax.vmap(jax.vmap(f))(x[None]),
             jax.jacfwd(f)(x[0, :3, :3]),
             jax.jacrev(f)(x[0, :3, :3]),
+            jax.grad(lambda x: lax.scan(lambda total, x: (total + jnp.sum(f(x) ** 2), None), 0.0, x)[0])(x),
         ]
 
     for got, want in zip(jax.jit(lambda: transformed(ours))(), jax.jit(lambda: transformed(theirs))(), strict=True):
         assert_close(got, want)
 
 
+def test_a_window_of_more_taps_than_a_byte_can_number():
+    from torch.nn import functional
+
+    x, options = image(20, 18, 2), {"stride": (3, 2), "padding": 1}
+    assert_equals_torch(lambda x: max_pool(x, 16, **options), lambda x: functional.max_pool2d(x, 16, **options), x)
+
+
+def test_only_the_largest_pixels_pass_tangents_and_cotangents_that_are_not_finite():
+    x = jnp.arange(25.0).reshape(5, 5, 1)
+    pool = partial(max_pool, window=3, stride=2, padding=1)
+    largest = np.zeros((5, 5, 1), bool)
+    largest[np.ix_([1, 3, 4], [1, 3, 4])] = True
+    np.testing.assert_array_equal(jax.jvp(pool, (x,), (jnp.where(largest, 1, jnp.nan),))[1], jnp.ones((3, 3, 1)))
+    (gradient,) = jax.vjp(pool, x)[1](jnp.full((3, 3, 1), jnp.inf))
+    np.testing.assert_array_equal(gradient, jnp.where(largest, jnp.inf, 0))
+
+
 def test_max_pool_keeps_one_small_index_for_the_backward_pass():
     _, pullback = jax.vjp(lambda x: max_pool(x, 3, stride=2, padding=1), image(16, 16, 4))
-    assert sum(a.nbytes for a in jax.tree.leaves(pullback) if hasattr(a, "nbytes")) <= 8 * 8 * 4 + 16
+    kept = [(a.shape, a.dtype) for a in jax.tree.leaves(pullback) if hasattr(a, "nbytes") and a.nbytes > 4]
+    assert kept == [((8, 8, 4), jnp.uint8)]  # but for a padding's zero, and which taps see a square of the stride
 
 
 def test_means_of_bfloat16_accumulate_in_float32():
