@@ -218,7 +218,11 @@ def product_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
 
 
 def product_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
-    return (_rows(y).T @ _rows(x))[:, :, None, None]
+    x, y = _rows(x), _rows(y)
+    if x.shape[1] < y.shape[1]:
+        # XLA's CPU backend transposes what stands on the left: let it be the smaller one. The barrier keeps it there.
+        return lax.optimization_barrier(x.T @ y).T[:, :, None, None]
+    return (y.T @ x)[:, :, None, None]
 
 
 def _or_product(convolution: Callable[..., Array], product: Callable[..., Array]) -> Callable[..., Array]:
@@ -374,8 +378,8 @@ def _in_memory(function: Callable[..., Any], *operands: Any) -> Any:
     result = jax.eval_shape(function, *operands)
     otherwise = lambda *_: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), result)
     array = jax.tree.leaves(operands)[-1]  # the first may be padded, with what XLA knows
-    is_nan = jnp.isnan(lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)).reshape(())
-    return lax.cond(is_nan.astype(jnp.int32) + 1 > 0, function, otherwise, *operands)
+    nans = jnp.sum(jnp.isnan(array[(slice(1),) * array.ndim]))
+    return lax.cond(nans + 1 > 0, function, otherwise, *operands)
 
 
 # CPU, grouped: neighbouring groups merge into one dense block, mostly zeros, of up to 32 channels
