@@ -63,9 +63,9 @@ def _scaled_draw(sampler: Sampler, key: PRNGKeyArray, shape: Sequence[int], scal
     return jax.device_put(numbers.reshape(shape))
 
 
-def constant(shape: int | Sequence[int], value: float) -> Float[Array, "..."]:
-    """`jnp.full` in float32, which would compile a program for each shape."""
-    return jax.device_put(np.full(shape, value, np.float32))
+def constant(size: int, value: float) -> Float[Array, " size"]:
+    """`size` times the same number; eagerly, `jnp.full` would compile a program for each size."""
+    return jax.device_put(np.full(size, value, np.float32))
 
 
 def is_traced(key: Shaped[Array, "..."]) -> bool:
@@ -103,7 +103,7 @@ def weight_and_bias(
 ) -> tuple[Float[Array, "..."], Float[Array, " out"] | None]:
     """A layer's start: torch's default, or `init` for the weight and zeros for the bias."""
     if init is not None:
-        return init(key, shape), constant(shape[0], 0) if use_bias else None
+        return init(key, shape), constant(shape[0], 0.0) if use_bias else None
     key_weight, key_bias = jax.random.split(key)
     fan_in = prod(shape[1:])
     return torch_default(key_weight, shape, fan_in), torch_default(key_bias, shape[:1], fan_in) if use_bias else None

@@ -58,8 +58,8 @@ class LayerNorm(eqx.Module):
     eps: float = eqx.field(static=True)
 
     def __init__(self, dim: int, *, eps: float = 1e-5, use_bias: bool = True):
-        self.weight = constant(dim, 1)
-        self.bias = constant(dim, 0) if use_bias else None
+        self.weight = constant(dim, 1.0)
+        self.bias = constant(dim, 0.0) if use_bias else None
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes dim"]:
@@ -104,8 +104,8 @@ class GroupNorm(eqx.Module):
     def __init__(self, groups: int, channels: int, *, eps: float = 1e-5):
         if channels % groups:
             raise ValueError(f"GroupNorm: channels={channels} is not a multiple of groups={groups}; choose a divisor")
-        self.weight = constant(channels, 1)
-        self.bias = constant(channels, 0)
+        self.weight = constant(channels, 1.0)
+        self.bias = constant(channels, 0.0)
         self.groups = groups
         self.eps = eps
 
@@ -141,10 +141,10 @@ class BatchNorm(eqx.Module):
     momentum: float = eqx.field(static=True)
 
     def __init__(self, channels: int, *, eps: float = 1e-5, momentum: float = 0.1):
-        self.weight = constant(channels, 1)
-        self.bias = constant(channels, 0)
+        self.weight = constant(channels, 1.0)
+        self.bias = constant(channels, 0.0)
         self.running = eqx.nn.StateIndex(
-            RunningStats(constant(channels, 0), constant(channels, 1), jnp.zeros((), jnp.int32))
+            RunningStats(constant(channels, 0.0), constant(channels, 1.0), jnp.zeros((), jnp.int32))
         )
         self.inference = False
         self.eps = eps

@@ -220,8 +220,8 @@ class CosineWindowAttention(eqx.Module):
         self.key = Linear(dim, dim, use_bias=False, init=init, key=key_key)
         self.value = Linear(dim, dim, use_bias=False, init=init, key=key_value)
         self.out = Linear(dim, dim, init=init, key=key_out)
-        self.query_bias = constant(dim, 0) if qkv_bias else None
-        self.value_bias = constant(dim, 0) if qkv_bias else None
+        self.query_bias = constant(dim, 0.0) if qkv_bias else None
+        self.value_bias = constant(dim, 0.0) if qkv_bias else None
         self.log_scale = constant(heads, log(10))
         self.bias = ContinuousBias(window, heads, pretrained_window=pretrained_window, init=init, key=key_bias)
         self.weight_dropout = Dropout(weight_dropout)
