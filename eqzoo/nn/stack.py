@@ -14,7 +14,7 @@ from eqzoo.nn._conv_primitives import CONVOLUTIONS
 from eqzoo.nn._init import is_traced
 from eqzoo.nn.attention import ATTENDED
 from eqzoo.nn.cache import KVCache
-from eqzoo.nn.dropout import split_key
+from eqzoo.nn.dropout import DRAWN, split_key
 from eqzoo.nn.in_place import InPlace, is_in_place
 from eqzoo.nn.linear import Embedding, Linear
 
@@ -88,7 +88,8 @@ class Stack(eqx.Module, Generic[Block]):
 
 
 _PRODUCTS_AND_NAMED = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(ATTENDED)
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(ATTENDED, DRAWN),
 )
 
 
