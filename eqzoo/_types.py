@@ -21,13 +21,16 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 def typed(method: Method) -> Method:
     """Check a model's public method on every call; under `jit` that happens while tracing and costs nothing."""
-    checked = jaxtyped(method, typechecker=beartype)
     signature = inspect.signature(method)
+
+    @functools.cache
+    def checked():  # made when it is first called: for every family's methods that takes a fifth of a second
+        return jaxtyped(method, typechecker=beartype)
 
     @functools.wraps(method)
     def wrapper(*args, **kwargs):
         try:
-            return checked(*args, **kwargs)
+            return checked()(*args, **kwargs)
         except TypeCheckError as error:
             about = re.match(r"Type-check error whilst checking the parameters of (\S+)\.\n", str(error))
             culprit = re.search(r"typechecking parameter '(\w+)'", str(error))
@@ -43,10 +46,16 @@ def typed(method: Method) -> Method:
 
 def check_choices(config: Any) -> None:
     """Refuse a config whose value for a `Literal` field is none of its choices."""
-    for name, hint in get_type_hints(type(config)).items():
-        if get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
-            choices = ", ".join(map(repr, get_args(hint)))
-            raise ValueError(f"{type(config).__name__}: {name}={getattr(config, name)!r} is unknown; choose {choices}")
+    for name, choices in _choices(type(config)).items():
+        if getattr(config, name) not in choices:
+            listed = ", ".join(map(repr, choices))
+            raise ValueError(f"{type(config).__name__}: {name}={getattr(config, name)!r} is unknown; choose {listed}")
+
+
+@functools.cache
+def _choices(config_class: type) -> dict[str, tuple[Any, ...]]:
+    hints = get_type_hints(config_class)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 def _sentence(model: Any, name: str, value: Any, annotation: Any) -> str:

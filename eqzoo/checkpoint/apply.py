@@ -1,7 +1,6 @@
 """The strict applier: each tensor is used exactly once and each leaf filled exactly once, or a report says why not."""
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from eqzoo._memory import aligned
 from eqzoo.checkpoint.errors import CheckpointError
 from eqzoo.checkpoint.formats import Tensor
 from eqzoo.checkpoint.rules import Alias, Drop, Rule
@@ -23,7 +23,6 @@ Place = Callable[[str, jax.ShapeDtypeStruct, np.ndarray], jax.Array]
 
 _LAYER = re.compile(r"\[(\d+)\]")
 _CHUNK = 2**24  # bytes
-_ALIGNMENT = 64  # bytes; on a CPU, JAX takes memory so aligned as its own
 _MAX_COMPARED = 40_000  # pairs of names take a fraction of a second; of two sides with more, none is a misspelling
 _MAX_COMPARED_NAME = 200
 
@@ -132,7 +131,7 @@ class Part(NamedTuple):
 
 
 def _read_leaf(path: str, leaf: jax.ShapeDtypeStruct, parts: Sequence[Part]) -> np.ndarray:
-    array = _aligned(leaf.shape, np.dtype(leaf.dtype))
+    array = aligned(leaf.shape, np.dtype(leaf.dtype))
     held = sum(len(_within((path, part.layer), leaf.shape)) for part in parts)
     if held < len(_slots(path, leaf.shape)):  # the tensor of an optional rule isn't there
         array[...] = 0
@@ -150,14 +149,6 @@ def _copy(source: np.ndarray, target: np.ndarray, release: Callable[[], None]) -
     for begin in range(0, len(target), rows):
         target[begin : begin + rows] = source[begin : begin + rows]
         release()
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array of yet undefined numbers in memory that JAX can take over."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
-    return memory[begin : begin + nbytes].view(dtype).reshape(shape)
 
 
 def unfill(model: PyTree, rules: Rules) -> dict[str, np.ndarray]:

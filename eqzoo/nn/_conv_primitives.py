@@ -355,9 +355,9 @@ def depthwise_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
         return [_slice(x, (start, 0), (rows, x.shape[2]), (down, 1)) for start in starts]
 
     def over_columns(seen: list[Array], y: Array) -> list[Array]:
-        step = (1, geometry.dilation[1])
+        step, every = (1, geometry.dilation[1]), [y[:, :, j : j + 1] for j in range(columns)]
         return [
-            reduce(add, (_slice(row, (0, j * right), (rows, width), step) * y[:, :, j : j + 1] for j in range(columns)))
+            reduce(add, (_slice(row, (0, j * right), (rows, width), step) * column for j, column in enumerate(every)))
             for row in seen
         ]
 

@@ -14,6 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
+from eqzoo._memory import aligned
+
 Init = Callable[[PRNGKeyArray, Sequence[int]], Float[Array, "..."]]
 Sampler = Callable[[PRNGKeyArray], Float[Array, " chunk"]]
 
@@ -54,10 +56,16 @@ def _scaled_draw(sampler: Sampler, key: PRNGKeyArray, shape: Sequence[int], scal
     if is_traced(key):
         chunks = jax.vmap(lambda index: _chunk(sampler, key, index))(jnp.arange(len(indices)))
         return scale * chunks.reshape(-1)[:size].reshape(shape)
-    chunks = np.empty((len(indices), _CHUNK), np.float32)
+    numbers = aligned((size,), np.float32)
     for index in indices:
-        chunks[index] = _chunk(sampler, key, index)
-    return jnp.asarray(np.float32(scale) * chunks.reshape(-1)[:size].reshape(shape))
+        part = numbers[index * _CHUNK : (index + 1) * _CHUNK]
+        np.multiply(np.asarray(_chunk(sampler, key, index))[: part.size], np.float32(scale), out=part)
+    return jax.device_put(numbers.reshape(shape))
+
+
+def constant(size: int, value: float) -> Float[Array, " size"]:
+    """`size` times the same number; eagerly, `jnp.full` would compile a program for each size."""
+    return jax.device_put(np.full(size, value, np.float32))
 
 
 def is_traced(key: Shaped[Array, "..."]) -> bool:
@@ -95,7 +103,7 @@ def weight_and_bias(
 ) -> tuple[Float[Array, "..."], Float[Array, " out"] | None]:
     """A layer's start: torch's default, or `init` for the weight and zeros for the bias."""
     if init is not None:
-        return init(key, shape), jnp.zeros(shape[0], jnp.float32) if use_bias else None
+        return init(key, shape), constant(shape[0], 0.0) if use_bias else None
     key_weight, key_bias = jax.random.split(key)
     fan_in = prod(shape[1:])
     return torch_default(key_weight, shape, fan_in), torch_default(key_bias, shape[:1], fan_in) if use_bias else None

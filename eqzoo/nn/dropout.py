@@ -6,7 +6,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqzoo.nn._kept import KEPT
 
 
 def split_key(key: PRNGKeyArray | None, number: int) -> tuple[PRNGKeyArray | None, ...]:
@@ -73,4 +76,4 @@ class DropPath(eqx.Module):
             return x
         keep = jnp.asarray(1 - self.rate * depth, jnp.float32)
         scale = jnp.where(jax.random.bernoulli(_keep(self, self.rate, key), keep), 1 / keep, 0.0)
-        return x * scale.astype(x.dtype)
+        return x * checkpoint_name(scale, KEPT).astype(x.dtype)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from eqzoo.nn._init import constant
 from eqzoo.nn._kept import KEPT
 from eqzoo.nn._precision import at_least_float32
 
@@ -59,8 +60,8 @@ class LayerNorm(eqx.Module):
     eps: float = eqx.field(static=True)
 
     def __init__(self, dim: int, *, eps: float = 1e-5, use_bias: bool = True):
-        self.weight = jnp.ones(dim, jnp.float32)
-        self.bias = jnp.zeros(dim, jnp.float32) if use_bias else None
+        self.weight = constant(dim, 1.0)
+        self.bias = constant(dim, 0.0) if use_bias else None
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes dim"]:
@@ -82,7 +83,7 @@ class RMSNorm(eqx.Module):
     def __init__(self, dim: int, *, eps: float = 1e-6, offset: float = 0.0, groups: int = 1):
         if dim % groups:
             raise ValueError(f"RMSNorm: dim={dim} is not a multiple of groups={groups}; choose a divisor")
-        self.weight = jnp.full(dim, 1 - offset, jnp.float32)
+        self.weight = constant(dim, 1 - offset)
         self.eps = eps
         self.offset = offset
         self.groups = groups
@@ -105,8 +106,8 @@ class GroupNorm(eqx.Module):
     def __init__(self, groups: int, channels: int, *, eps: float = 1e-5):
         if channels % groups:
             raise ValueError(f"GroupNorm: channels={channels} is not a multiple of groups={groups}; choose a divisor")
-        self.weight = jnp.ones(channels, jnp.float32)
-        self.bias = jnp.zeros(channels, jnp.float32)
+        self.weight = constant(channels, 1.0)
+        self.bias = constant(channels, 0.0)
         self.groups = groups
         self.eps = eps
 
@@ -142,10 +143,10 @@ class BatchNorm(eqx.Module):
     momentum: float = eqx.field(static=True)
 
     def __init__(self, channels: int, *, eps: float = 1e-5, momentum: float = 0.1):
-        self.weight = jnp.ones(channels, jnp.float32)
-        self.bias = jnp.zeros(channels, jnp.float32)
+        self.weight = constant(channels, 1.0)
+        self.bias = constant(channels, 0.0)
         self.running = eqx.nn.StateIndex(
-            RunningStats(jnp.zeros(channels, jnp.float32), jnp.ones(channels, jnp.float32), jnp.zeros((), jnp.int32))
+            RunningStats(constant(channels, 0.0), constant(channels, 1.0), jnp.zeros((), jnp.int32))
         )
         self.inference = False
         self.eps = eps

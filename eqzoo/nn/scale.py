@@ -5,10 +5,9 @@ from math import log2
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqzoo.nn._init import Init, weight_and_bias
+from eqzoo.nn._init import Init, constant, weight_and_bias
 from eqzoo.nn.conv import Conv2d, conv2d
 from eqzoo.nn.pool import global_avg_pool
 
@@ -19,7 +18,7 @@ class LayerScale(eqx.Module):
     weight: Float[Array, " dim"]
 
     def __init__(self, dim: int, init: float):
-        self.weight = jnp.full(dim, init, jnp.float32)
+        self.weight = constant(dim, init)
 
     def __call__(self, x: Float[Array, "*axes dim"]) -> Float[Array, "*axes dim"]:
         return x * self.weight.astype(x.dtype)

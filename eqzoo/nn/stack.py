@@ -6,10 +6,10 @@ from typing import Any, Generic, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 
+from eqzoo._memory import aligned
 from eqzoo.nn._conv_primitives import CONVOLUTIONS
 from eqzoo.nn._init import is_traced
 from eqzoo.nn._kept import KEPT
@@ -105,10 +105,15 @@ def _make_blocks(make_block: Callable[[PRNGKeyArray], Block], keys: Shaped[Array
     if is_traced(keys):
         return eqx.filter_vmap(make_block)(keys)
     # The same one by one: eagerly, a `vmap` would compile a program for every shape it draws.
-    arrays, statics = zip(*(eqx.partition(make_block(key), eqx.is_array) for key in keys), strict=True)
-    leaves = zip(*map(jax.tree.leaves, arrays), strict=True)
-    stacked = [jnp.asarray(np.stack(layers)) for layers in leaves]
-    return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays[0]), stacked), statics[0])
+    block, stacks = None, []
+    for layer, key in enumerate(keys):
+        block = make_block(key)
+        arrays = jax.tree.leaves(eqx.filter(block, eqx.is_array))
+        stacks = stacks or [aligned((len(keys), *array.shape), array.dtype) for array in arrays]
+        for stack, array in zip(stacks, arrays, strict=True):
+            stack[layer] = array
+    arrays, static = eqx.partition(block, eqx.is_array)
+    return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), map(jax.device_put, stacks)), static)
 
 
 def _layer_keys(key: PRNGKeyArray | None, depth: int) -> Shaped[Array, "depth ..."] | None:

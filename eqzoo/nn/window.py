@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqzoo.nn._conv_primitives import Pair
-from eqzoo.nn._init import Init, normal
+from eqzoo.nn._init import Init, constant, normal
 from eqzoo.nn._precision import at_least_float32
 from eqzoo.nn.attention import attend, merge_heads, split_heads
 from eqzoo.nn.conv import as_pair
@@ -220,9 +220,9 @@ class CosineWindowAttention(eqx.Module):
         self.key = Linear(dim, dim, use_bias=False, init=init, key=key_key)
         self.value = Linear(dim, dim, use_bias=False, init=init, key=key_value)
         self.out = Linear(dim, dim, init=init, key=key_out)
-        self.query_bias = jnp.zeros(dim, jnp.float32) if qkv_bias else None
-        self.value_bias = jnp.zeros(dim, jnp.float32) if qkv_bias else None
-        self.log_scale = jnp.full(heads, log(10), jnp.float32)
+        self.query_bias = constant(dim, 0.0) if qkv_bias else None
+        self.value_bias = constant(dim, 0.0) if qkv_bias else None
+        self.log_scale = constant(heads, log(10))
         self.bias = ContinuousBias(window, heads, pretrained_window=pretrained_window, init=init, key=key_bias)
         self.weight_dropout = Dropout(weight_dropout)
         self.out_dropout = Dropout(out_dropout)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from eqzoo import nn
 from eqzoo.nn import _init
 
 INITIALISERS = {
@@ -35,6 +36,22 @@ def test_same_bits_eagerly_and_under_jit_vmap_and_sharding(name, shape):
     np.testing.assert_array_equal(jax.vmap(draw)(keys)[2], eager)
     np.testing.assert_array_equal(jax.jit(jax.vmap(draw))(keys)[2], eager)
     np.testing.assert_array_equal(sharded, eager)
+
+
+def test_a_layer_of_another_size_starts_without_another_compilation(caplog):
+    def make(size):
+        key = jax.random.key(0)
+        return nn.Stack(lambda key: nn.ConvNorm(size, size, 3, key=key), 2, key=key), nn.Linear(size, 7, key=key)
+
+    def compiled():
+        return [message for message in caplog.messages if message.startswith("Compiling")]
+
+    make(3)
+    with jax.log_compiles():
+        make(5)
+        assert compiled() == []
+        jnp.ones(4099)
+    assert compiled()  # as a test that looked elsewhere wouldn't see
 
 
 @pytest.mark.parametrize("name", INITIALISERS)

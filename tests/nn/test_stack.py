@@ -331,6 +331,22 @@ def test_the_backward_pass_keeps_a_layers_input_and_products_only(block, remat, 
     assert sizes.count(DEPTH * x.size) == kept
 
 
+@pytest.mark.parametrize(("remat", "drawn"), [(False, 1), (True, 2)])
+def test_the_backward_pass_draws_no_branch_again(remat, drawn):
+    class Dropping(eqx.Module):
+        linear: nn.Linear
+        drop_path: nn.DropPath
+
+        def __call__(self, x, *, key):
+            return x + self.drop_path(jnp.tanh(self.linear(x)), key=key)
+
+    make = lambda key: Dropping(nn.Linear(DIM, DIM, key=key), nn.DropPath(0.5))
+    stack = nn.scan_options(nn.Stack(make, DEPTH, key=jax.random.key(0)), remat=remat)
+    gradient = jax.grad(lambda x, key: jnp.sum(stack(x, key=key)))
+    program = str(jax.make_jaxpr(gradient)(jnp.ones(DIM), jax.random.key(1)))
+    assert program.count("random_bits") == drawn
+
+
 class Shifted(eqx.Module):
     """A block with running statistics that may change the width, and is told a number."""
 
