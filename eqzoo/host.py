@@ -1,7 +1,8 @@
 """Settings of the process, which have to be there when it starts.
 
 On a CPU, the memory of one step goes back to the system at its end, and the next step gets it anew, page by page, each
-filled with zeros. Under the settings below glibc keeps it, in large pages.
+filled with zeros. Under the settings below glibc keeps it, in large pages. And XLA takes vectors half as wide as
+processors with AVX-512 have, if it isn't told to take whole ones.
 """
 
 import importlib.metadata
@@ -10,8 +11,10 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
-SETTINGS = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
+MEMORY = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
+VECTORS = "--xla_cpu_prefer_vector_width"
 
 
 def tune() -> None:
@@ -29,10 +32,12 @@ def tune() -> None:
     """
     if not _should_restart(os.environ):
         return
-    print(f"eqzoo: started again with GLIBC_TUNABLES={SETTINGS} (EQZOO_HOST=off: don't)", file=sys.stderr)
+    settings = {"GLIBC_TUNABLES": MEMORY, "XLA_FLAGS": _flags(os.environ.get("XLA_FLAGS", ""), _processor())}
+    listed = " ".join(f"{name}={value}" for name, value in settings.items() if value)
+    print(f"eqzoo: started again with {listed} (EQZOO_HOST=off: don't)", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    environment = os.environ | {"EQZOO_HOST": "tuned", "GLIBC_TUNABLES": SETTINGS}
+    environment = os.environ | settings | {"EQZOO_HOST": "tuned"}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
@@ -42,6 +47,17 @@ def _should_restart(environment: Mapping[str, str]) -> bool:
         raise ValueError(f"EQZOO_HOST={wish}: expected `off`, or `on`, which it is without saying so")
     is_free = wish == "on" and "GLIBC_TUNABLES" not in environment
     return is_free and _has_glibc() and _computes_on_cpu(environment)
+
+
+def _flags(flags: str, processor: str) -> str:
+    """The user's flags of XLA, and ours where the processor has such vectors and the user said nothing about them."""
+    is_ours = "avx512f" in processor and VECTORS not in flags
+    return f"{flags} {VECTORS}=512".strip() if is_ours else flags
+
+
+def _processor() -> str:
+    """What Linux says of it."""
+    return Path("/proc/cpuinfo").read_text()
 
 
 def _has_glibc() -> bool:

@@ -47,7 +47,7 @@ def test_a_program_starts_again_once_with_its_own_arguments(program, start):
     assert done.stdout.splitlines() == [
         "before",
         "before",
-        f"1 ['--name', 'two words', ''] {host.SETTINGS}",
+        f"1 ['--name', 'two words', ''] {host.MEMORY}",
     ]
     assert done.stderr.count("eqzoo: started again with") == 1
 
@@ -73,6 +73,19 @@ def test_a_program_stays_as_it_is_where_the_environment_says_so(program):
 @ON_LINUX
 def test_settings_are_for_cpus_and_leave_the_users_own_alone(environment, expected):
     assert host._should_restart(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "processor", "expected"),
+    [
+        ("", "flags : avx2", ""),
+        ("", "flags : avx2 avx512f", "--xla_cpu_prefer_vector_width=512"),
+        ("--xla_a=1", "flags : avx512f", "--xla_a=1 --xla_cpu_prefer_vector_width=512"),
+        ("--xla_cpu_prefer_vector_width=256", "flags : avx512f", "--xla_cpu_prefer_vector_width=256"),
+    ],
+)
+def test_wide_vectors_are_for_processors_that_have_them(flags, processor, expected):
+    assert host._flags(flags, processor) == expected
 
 
 def test_where_jax_has_an_accelerator_nothing_changes(monkeypatch):
