@@ -56,9 +56,24 @@ PLAIN = "plain Equinox"
 PROMPT = 16
 SQUARE = 2048
 LEAST_NOISE, MORE_MEMORY = 0.05, 0.1
+TIMES = (("train", "wall"), ("train", "cpu"), ("forward", "wall"), ("forward", "cpu"))
+INSTEAD = {"int8": "float32"}  # what transformers' GPT-2 has no weights for is compared with what it has
+TITLE = "Ratios to eqzoo: above 1, eqzoo is better; beside a model's name, those of torch's best. Then each side's own."
 
-Tasks = dict[str, Callable[[], Any]]
 Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a side does again and again, and what is known of it beforehand."""
+
+    tasks: dict[str, Callable[[], Any]]
+    figures: Figures
+    held: Callable[[], int] | None = None
+    """The bytes of all arrays there are between two training steps."""
+
+
+Make = Callable[[], Work]
 
 
 @dataclass(frozen=True)
@@ -146,9 +161,8 @@ def read(file: Path, options: Options) -> Figures:
         raise ValueError(f"--against {file} can't be read: {error.strerror}; write such a file with --json") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"--against {file} has no figures of this script; write such a file with --json") from None
-    differing = [f"{name}={sizes.get(name)}" for name, size in options.sizes.items() if sizes.get(name) != size]
-    if differing:
-        raise ValueError(f"--against {file} was measured with {', '.join(differing)}; this run has {options.sizes}")
+    if sizes != options.sizes:
+        raise ValueError(f"--against {file} was measured with other sizes, {sizes}; this run has {options.sizes}")
     if names.isdisjoint(options.models):
         raise ValueError(f"--against {file} has figures of {', '.join(names)}; choose --models among them")
     return before
@@ -163,11 +177,9 @@ def load_torch() -> str | None:
         for library in Path(package.origin).parent.glob("_C.*") if package and package.origin else ():
             try:
                 torch.ops.load_library(library)
-            except OSError:  # it was built for another torch; the rest needs no more than that these operators exist
+            except OSError:  # it was built for another torch; to be imported, it needs no more than their names
                 for name in ("nms", "qnms"):
-                    torch.library.define(
-                        f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                    )
+                    torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
         import timm  # noqa: F401
         import transformers.models.gpt2.modeling_gpt2  # noqa: F401
     except Exception as error:
@@ -179,32 +191,31 @@ def check_upstream(names: Sequence[str]) -> None:
 
     for name in names:
         if not is_gpt2(name) and not timm.is_model(name):
-            raise ValueError(f"--models {name}: torch's side is timm's models and GPT-2, which {name} is none of")
+            raise ValueError(f"--models {name}: torch's side has timm's models and GPT-2, and this is neither")
 
 
 def one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:200]
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
 
 
-# The models of all sides, and what they do.
+# What each side does.
 
 
 def is_gpt2(name: str) -> bool:
     return isinstance(variant(name)[1], eqzoo.GPT2Config)
 
 
-def config(name: str, options: Options) -> Any:
-    """All sides' models have these sizes, and no layer that drops anything."""
-    return dataclasses.replace(variant(f"timm/{name}")[1], **fitting(name, options))
-
-
 def fitting(name: str, options: Options) -> dict[str, Any]:
+    """The sizes that all sides' models have; nothing is dropped."""
     dropped = ("dropout", "drop_path", "embedding_dropout", "attention_dropout", "residual_dropout")
     sizes: dict[str, Any] = {"image_size": options.image_size}
     if options.quick:
         sizes |= {"dim": 48, "depth": 2, "heads": 2, "vocab": 500} if is_gpt2(name) else {"depth": 2}
     return train.model_options(f"timm/{name}", {}, **dict.fromkeys(dropped, 0.0), **sizes)
+
+
+def config(name: str, options: Options) -> Any:
+    return dataclasses.replace(variant(f"timm/{name}")[1], **fitting(name, options))
 
 
 def examples(name: str, options: Options) -> tuple[np.ndarray, np.ndarray]:
@@ -217,18 +228,18 @@ def examples(name: str, options: Options) -> tuple[np.ndarray, np.ndarray]:
     return random.standard_normal(shape, np.float32), random.integers(0, 1000, options.batch_size)
 
 
-def eqzoo_tasks(name: str, options: Options) -> tuple[Tasks, Figures]:
+def eqzoo_work(name: str, options: Options) -> Work:
     model, state = eqzoo.create(f"timm/{name}", key=jax.random.key(0), **fitting(name, options))
-    return jax_tasks(model, state, *examples(name, options))
+    return jax_work(model, state, *examples(name, options))
 
 
-def plain_tasks(name: str, options: Options) -> tuple[Tasks, Figures]:
+def plain_work(name: str, options: Options) -> Work:
     inputs, labels = examples(name, options)
     model, state = eqx.nn.make_with_state(PLAIN_MODELS[name])(config(name, options), key=jax.random.key(0))
-    return jax_tasks(model, state, inputs if is_gpt2(name) else inputs.transpose(0, 3, 1, 2), labels)
+    return jax_work(model, state, inputs.transpose(0, 3, 1, 2), labels)
 
 
-def jax_tasks(model: Any, state: eqx.nn.State, inputs: np.ndarray, labels: np.ndarray) -> tuple[Tasks, Figures]:
+def jax_work(model: Any, state: eqx.nn.State, inputs: np.ndarray, labels: np.ndarray) -> Work:
     optimizer = optax.adamw(1e-3)
     train_state = train.TrainState.create(model, state, optimizer, key=jax.random.key(0))
     batch = jnp.asarray(inputs), jnp.asarray(labels)
@@ -259,12 +270,16 @@ def jax_tasks(model: Any, state: eqx.nn.State, inputs: np.ndarray, labels: np.nd
     def forward():
         jax.block_until_ready(predict(train_state.model, train_state.state, batch[0]))
 
-    figures = {"flops": cost(predict, model, state, batch[0]).flops}
-    figures |= {"parameters": tree.count(eqx.filter(model, eqx.is_inexact_array))}
-    return {"train": train_once, "forward": forward}, figures
+    def held():
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    figures = {"parameters": tree.count(eqx.filter(model, eqx.is_inexact_array))}
+    figures |= {"flops": cost(predict, model, state, batch[0]).flops}
+    on_host = jax.default_backend() == "cpu"
+    return Work({"train": train_once, "forward": forward}, figures, held if on_host else None)
 
 
-def torch_tasks(name: str, options: Options, *, channels_last: bool, compiled: bool) -> tuple[Tasks, Figures]:
+def torch_work(name: str, options: Options, *, channels_last: bool, compiled: bool) -> Work:
     import torch
 
     inputs, labels = map(torch.from_numpy, examples(name, options))
@@ -274,7 +289,8 @@ def torch_tasks(name: str, options: Options, *, channels_last: bool, compiled: b
     if channels_last:
         model, inputs = model.to(memory_format=torch.channels_last), inputs.to(memory_format=torch.channels_last)
     call = torch.compile(model) if compiled else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4, fused=True)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=1e-4, fused=True)
 
     def logits():
         return call(inputs).logits if is_gpt2(name) else call(inputs)
@@ -290,15 +306,23 @@ def torch_tasks(name: str, options: Options, *, channels_last: bool, compiled: b
         with torch.inference_mode():
             logits()
 
-    return {"train": train_once, "forward": forward}, {"parameters": sum(each.numel() for each in model.parameters())}
+    def held():
+        grads = [each.grad for each in parameters if each.grad is not None]
+        moments = [each for state in optimizer.state.values() for each in state.values()]
+        return sum(each.nbytes for each in (inputs, labels, *parameters, *model.buffers(), *grads, *moments))
+
+    return Work(
+        {"train": train_once, "forward": forward}, {"parameters": sum(each.numel() for each in parameters)}, held
+    )
 
 
 def torch_vision(name: str, options: Options) -> Any:
     import timm
 
-    sizes = fitting(name, options)
     renamed = {"image_size": "img_size", "depth": "depth"}
-    return timm.create_model(name, **{renamed[each]: sizes[each] for each in renamed if each in sizes})
+    return timm.create_model(
+        name, **{renamed[each]: size for each, size in fitting(name, options).items() if each in renamed}
+    )
 
 
 def torch_gpt2(name: str, options: Options) -> Any:
@@ -307,165 +331,147 @@ def torch_gpt2(name: str, options: Options) -> Any:
     ours = config(name, options)
     sizes = {"n_embd": ours.dim, "n_layer": ours.depth, "n_head": ours.heads, "vocab_size": ours.vocab}
     dropped = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    tokens = {"bos_token_id": None, "eos_token_id": None}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False, **sizes, **dropped, **tokens))
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id"))
+    theirs = transformers.GPT2Config.from_dict({**sizes, **dropped, **tokens, "use_cache": False})
+    return transformers.GPT2LMHeadModel(theirs)
 
 
-def eqzoo_decoding(options: Options) -> tuple[Tasks, Figures]:
+def eqzoo_decoding(options: Options) -> Work:
     model = eqzoo.freeze(*eqzoo.create("gpt2", key=jax.random.key(0), **fitting("gpt2", options)))
     models = {"float32": model, "bfloat16": tree.cast(model, jnp.bfloat16), "int8": tree.quantize(model, "*")}
     write = lambda model: generation.generate(model, [list(range(PROMPT))], options.decode)
-    tasks: Tasks = {dtype: partial(write, model) for dtype, model in models.items()}
-    return tasks, {"bytes": {dtype: tree.nbytes(model) for dtype, model in models.items()}, "tokens": options.decode}
+    tasks = {dtype: partial(write, model) for dtype, model in models.items()}
+    return Work(tasks, {"bytes": {dtype: tree.nbytes(model) for dtype, model in models.items()}})
 
 
-def torch_decoding(options: Options) -> tuple[Tasks, Figures]:
+def torch_decoding(options: Options) -> Work:
     import torch
 
     prompt = torch.arange(PROMPT)[None]
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
     settings |= {"attention_mask": torch.ones_like(prompt), "max_new_tokens": options.decode}
     models = {name: torch_gpt2("gpt2", options).eval().to(getattr(torch, name)) for name in ("float32", "bfloat16")}
-    return {dtype: partial(model.generate, prompt, **settings) for dtype, model in models.items()}, {}
+    return Work({dtype: partial(model.generate, prompt, **settings) for dtype, model in models.items()}, {})
 
 
-def jax_machine(options: Options) -> tuple[Tasks, Figures]:
+def machine_work(options: Options) -> Work:
     """What the machine can do: read memory, and multiply matrices."""
     multiply = jax.jit(jnp.matmul)
-    wide, square = jnp.ones(machine_shape(options)), jnp.ones((SQUARE, SQUARE))
+    wide, square = jnp.ones((1024 if options.quick else 16384, 16384)), jnp.ones((SQUARE, SQUARE))  # wide: 1 GiB
     one_each = jnp.ones(wide.shape[1])
-    block = jax.block_until_ready
-    tasks = {"read": lambda: block(multiply(wide, one_each)), "multiply": lambda: block(multiply(square, square))}
-    return tasks, {"bytes": wide.nbytes, "backend": jax.default_backend()}
-
-
-def torch_machine(options: Options) -> tuple[Tasks, Figures]:
-    import torch
-
-    wide, square = torch.ones(machine_shape(options)), torch.ones(SQUARE, SQUARE)
-    return {"read": wide.sum, "multiply": lambda: square @ square}, {}
-
-
-def machine_shape(options: Options) -> tuple[int, int]:
-    return (1024 if options.quick else 16384, 16384)  # 1 GiB, which no cache holds
+    tasks = {
+        "read": lambda: jax.block_until_ready(multiply(wide, one_each)),
+        "multiply": lambda: jax.block_until_ready(multiply(square, square)),
+    }
+    return Work(tasks, {"bytes": wide.nbytes, "backend": jax.default_backend(), "cores": os.cpu_count()})
 
 
 # Processes that take turns.
 
 
-@dataclass(frozen=True)
-class Side:
-    name: str
-    make: Callable[[], tuple[Tasks, Figures]]
-    """Its tasks, and what is known of it beforehand."""
-
-
-@dataclass(frozen=True)
-class Running:
-    """A side's process, which answers questions."""
-
-    pipe: Connection
-    figures: Figures
-
-    def ask(self, question: str) -> Any:
-        self.pipe.send(question)
-        return self.pipe.recv()
-
-    def take_turn(self) -> None:
-        for task in self.figures["first"]:
-            wall, cpu = self.ask(task)
-            self.figures["wall"].setdefault(task, []).append(wall)
-            self.figures["cpu"].setdefault(task, []).append(cpu)
-
-
-def sides(name: str, options: Options, *, with_torch: bool) -> list[Side]:
-    found = [Side("eqzoo", partial(eqzoo_tasks, name, options))]
+def sides(name: str, options: Options, *, with_torch: bool) -> dict[str, Make]:
+    found: dict[str, Make] = {"eqzoo": partial(eqzoo_work, name, options)}
     layouts = {"torch": False} if is_gpt2(name) else {"torch": False, "torch channels_last": True}
     for compiled in (False, True)[: with_torch * (1 + options.torch_compile)]:
         for layout, channels_last in layouts.items():
-            make = partial(torch_tasks, name, options, channels_last=channels_last, compiled=compiled)
-            found.append(Side(layout + " compiled" * compiled, make))
+            make = partial(torch_work, name, options, channels_last=channels_last, compiled=compiled)
+            found[layout + " compiled" * compiled] = make
     if name in PLAIN_MODELS:
-        found.append(Side(PLAIN, partial(plain_tasks, name, options)))
+        found[PLAIN] = partial(plain_work, name, options)
     return found
 
 
+def decoding_sides(options: Options, *, with_torch: bool) -> dict[str, Make]:
+    ours: dict[str, Make] = {"eqzoo": partial(eqzoo_decoding, options)}
+    return ours | ({"torch": partial(torch_decoding, options)} if with_torch else {})
+
+
 def measure(options: Options, *, with_torch: bool) -> Figures:
-    """All figures, by comparison and side; times are a list with a number for each round."""
-    versions = {name: version(name) for name in ("jax", "equinox", *("torch", "timm", "transformers") * with_torch)}
-    results = {"sizes": options.sizes, "versions": versions, "groups": {}}
-    machine = [Side("XLA", partial(jax_machine, options)), Side("torch", partial(torch_machine, options))]
-    with started(machine[: 1 + with_torch]) as machine:
-        results["machine"] = {name: each.figures for name, each in machine.items()}
+    """All figures, by comparison and side; times are lists with a number for each round."""
+    libraries = ("jax", "equinox", *("torch", "timm", "transformers")[: 3 * with_torch])
+    results = {
+        "sizes": options.sizes,
+        "versions": {name: version(name) for name in libraries},
+        "groups": {},
+        "tokens": options.decode,
+    }
+    with started({"machine": partial(machine_work, options)}) as machine:
         # Where JAX has an accelerator, torch would still compute on the CPU.
-        with_torch = with_torch and results["machine"]["XLA"]["backend"] == "cpu"
+        with_torch = with_torch and ask(machine["machine"], "figures")["backend"] == "cpu"
         groups = {name: sides(name, options, with_torch=with_torch) for name in options.models}
         if options.decode:
-            both = [Side("eqzoo", partial(eqzoo_decoding, options)), Side("torch", partial(torch_decoding, options))]
-            groups[f"GPT-2 writes {options.decode} tokens"] = both[: 1 + with_torch]
+            groups[f"GPT-2 writes {options.decode} tokens"] = decoding_sides(options, with_torch=with_torch)
         for number, (group, members) in enumerate(groups.items(), start=1):
             print(f"{group} ({number} of {len(groups)})", file=sys.stderr, flush=True)
-            with started(members) as running:
+            with started(members) as pipes:
                 for _ in range(options.rounds):
-                    for each in (*machine.values(), *running.values()):
-                        each.take_turn()
+                    for pipe in (*machine.values(), *pipes.values()):
+                        ask(pipe, "turn")
                 results["groups"][group] = {
-                    name: each.figures | {"peak": each.ask("peak")} for name, each in running.items()
+                    name: ask(pipe, "figures") | {"peak": ask(pipe, "peak")} for name, pipe in pipes.items()
                 }
+        results["machine"] = ask(machine["machine"], "figures")
     return results
 
 
 @contextmanager
-def started(members: Sequence[Side]) -> Iterator[dict[str, Running]]:
+def started(members: dict[str, Make]) -> Iterator[dict[str, Connection]]:
     """A process for each side. One that fails says why and is left out, unless it is the first."""
-    context = multiprocessing.get_context("fork")  # libraries are imported, but nothing has been computed yet
-    running: dict[str, Running] = {}
+    context = multiprocessing.get_context("fork")  # all is imported, and nothing computed yet
+    pipes: dict[str, Connection] = {}
+    parameters = None
     with ExitStack() as stack:
-        for side in members:
+        for name, make in members.items():
             pipe, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(side, theirs, pipe), daemon=True)
+            process = context.Process(target=serve, args=(make, theirs, pipe), daemon=True)
             process.start()
             theirs.close()
             stack.callback(process.join)
             stack.enter_context(pipe)
             try:
-                figures = pipe.recv()
-            except EOFError:
-                figures = "its process died"
-            first = next(iter(running.values()), None)
-            if isinstance(figures, dict) and first and figures.get("parameters") != first.figures.get("parameters"):
-                figures = f"it has {figures['parameters']:,} parameters instead of {first.figures['parameters']:,}"
-            if isinstance(figures, dict):
-                running[side.name] = Running(pipe, figures)
-            elif first is None:
-                raise RuntimeError(f"{side.name}: {figures}")
-            else:
-                print(f"{side.name} is left out: {figures}", file=sys.stderr, flush=True)
-        yield running
+                figures = ask(pipe, "figures")
+                parameters = parameters or figures.get("parameters")
+                if figures.get("parameters") != parameters:
+                    raise RuntimeError(f"it has {figures['parameters']:,} parameters, and eqzoo's model {parameters:,}")
+                pipes[name] = pipe
+            except (RuntimeError, EOFError) as error:
+                if not pipes:
+                    raise
+                print(f"{name} is left out: {error or 'its process died'}", file=sys.stderr, flush=True)
+        yield pipes
 
 
-def serve(side: Side, pipe: Connection, other_end: Connection) -> None:
-    """Make the tasks, do each for the first time, then answer until nobody asks."""
+def ask(pipe: Connection, question: str) -> Any:
+    pipe.send(question)
+    answer = pipe.recv()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def serve(make: Make, pipe: Connection, other_end: Connection) -> None:
+    """Do everything for the first time, then answer until nobody asks."""
     other_end.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks will end, and then this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks will end, and then this process
     try:
-        libraries = memory("RssAnon")
         start = time.perf_counter()
-        tasks, figures = side.make()
+        work = make()
         made = time.perf_counter() - start
-        first = {task: clocks(function)[0] for task, function in tasks.items()}
+        first = {task: clocks(function)[0] for task, function in work.tasks.items()}
     except Exception as error:
-        pipe.send(one_line(error))
+        pipe.send(RuntimeError(one_line(error)))
         return
-    pipe.send(figures | {"made": made, "first": first, "wall": {}, "cpu": {}})
+    wall, cpu = {task: [] for task in work.tasks}, {task: [] for task in work.tasks}
+    figures = work.figures | {"made": made, "first": first, "wall": wall, "cpu": cpu}
     with suppress(EOFError):
         while question := pipe.recv():
-            if question == "peak":
-                pipe.send(peak_memory(tasks, libraries))
-            else:
-                function = tasks[question]
-                function()
-                pipe.send(tuple(map(min, zip(clocks(function), clocks(function), strict=True))))
+            if question == "turn":
+                for task, function in work.tasks.items():
+                    function()  # the other processes had the caches
+                    times = [clocks(function), clocks(function)]
+                    wall[task].append(min(seconds for seconds, _ in times))
+                    cpu[task].append(min(seconds for _, seconds in times))
+            pipe.send(peak_memory(work) if question == "peak" else figures)
 
 
 def clocks(function: Callable[[], Any]) -> tuple[float, float]:
@@ -475,56 +481,346 @@ def clocks(function: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def peak_memory(tasks: Tasks, libraries: int) -> int | None:
-    """The most that the process has during a training step, beyond the libraries, in bytes; None where that can't be
-    seen. What compilation took and gave back doesn't count."""
-    if "train" not in tasks:
+def peak_memory(work: Work) -> int | None:
+    """The bytes of all arrays, and how much more of memory the process takes in a training step. So neither libraries
+    nor what a compiler left behind count. None where Linux and glibc don't tell."""
+    if work.held is None:
         return None
     try:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the most so far is what there is now
+        ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the most so far, starts anew
     except (OSError, AttributeError):
         return None
-    tasks["train"]()
-    return memory("VmHWM") - memory("RssFile") - libraries
+    held, before = work.held(), memory("VmRSS")
+    work.tasks["train"]()
+    return held + memory("VmHWM") - before
 
 
 def memory(field: str) -> int:
-    """Of this process, in bytes: what it has of its own, `RssAnon`, of files, `RssFile`, or had at most, `VmHWM`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-# What the figures say. A ratio is the best of some sides over eqzoo: above 1, eqzoo is better.
+# What the figures say. A ratio is the least of some sides' figures over eqzoo's: above 1, eqzoo is better.
 
 
 def is_decoding(group: Figures) -> bool:
     return "train" not in group["eqzoo"]["wall"]
 
 
-def best(group: Figures, task: str, names: Sequence[str]) -> str | None:
-    """The fastest side of these."""
-    known = [name for name in names if task in group[name]["wall"]]
-    return min(known, key=lambda name: min(group[name]["wall"][task]), default=None)
-
-
-def ratio(group: Figures, task: str, names: Sequence[str], clock: str = "wall") -> float | None:
-    times = [min(group[name][clock][task]) for name in names if task in group[name][clock]]
-    return min(times) / min(group["eqzoo"][clock][task]) if times else None
-
-
-def memory_ratio(group: Figures, names: Sequence[str]) -> float | None:
-    peaks = [group[name]["peak"] for name in names]
-    return min(peaks) / group["eqzoo"]["peak"] if peaks and None not in (*peaks, group["eqzoo"]["peak"]) else None
-
-
-def sides_like(group: Figures, prefix: str) -> list[str]:
+def named(group: Figures, prefix: str) -> list[str]:
     return [name for name in group if name.startswith(prefix)]
 
 
-def noise(group: Figures, task: str, names: Sequence[str]) -> float:
-    """How far the middle round is from the best one, added up over eqzoo and the fastest of the others."""
-    rounds = [group[name]["wall"][task] for name in ("eqzoo", best(group, task, names))]
-    return sum(statistics.median(seconds) / min(seconds) - 1 for seconds in rounds)
-PLAIN_MODELS = {}
+def rounds(group: Figures, names: Sequence[str], task: str, clock: str = "wall") -> list[float]:
+    """The seconds in each round of the fastest of these sides; none if none of them does this."""
+    known = [group[name][clock].get(task) or group[name][clock].get(INSTEAD.get(task)) for name in names]
+    return min(filter(None, known), key=min, default=[])
+
+
+def ratio(group: Figures, names: Sequence[str], task: str, clock: str = "wall") -> float | None:
+    theirs = rounds(group, names, task, clock)
+    return min(theirs) / min(group["eqzoo"][clock][task]) if theirs else None
+
+
+def memory_ratio(group: Figures, names: Sequence[str]) -> float | None:
+    ours, *others = [group[name]["peak"] for name in ("eqzoo", *names)]
+    return min(others) / ours if others and None not in (ours, *others) else None
+
+
+def ratios(group: Figures, names: Sequence[str]) -> list[float | None]:
+    return [*(ratio(group, names, task, clock) for task, clock in TIMES), memory_ratio(group, names)]
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.geometric_mean(known) if known else None
+
+
+def regressions(results: Figures, before: Figures) -> list[str]:
+    """Ratios to the sides that both runs have, lower by more than noise, which is how far the middle round is from the
+    best one, added up over both sides and both runs; and memory that is more."""
+    found = []
+    for name in [name for name in results["groups"] if name in before["groups"]]:
+        new, old = results["groups"][name], before["groups"][name]
+        others = [side for side in new if side in old and side != "eqzoo"]
+        for task in new["eqzoo"]["wall"]:
+            now, then = ratio(new, others, task), ratio(old, others, task)
+            if now is None or then is None:
+                continue
+            all_rounds = [rounds(group, names, task) for group in (new, old) for names in (["eqzoo"], others)]
+            noise = sum(statistics.median(seconds) / min(seconds) - 1 for seconds in all_rounds)
+            if now < then / (1 + max(LEAST_NOISE, noise)):
+                found.append(f"{name}, {task}: ratio {now:.2f}, was {then:.2f} (noise {noise:.0%})")
+        now, then = new["eqzoo"]["peak"], old["eqzoo"]["peak"]
+        if now and then and now > (1 + MORE_MEMORY) * then:
+            found.append(f"{name}, memory: {now / 1e6:.0f} MB, was {then / 1e6:.0f} MB")
+    return found
+
+
+def bandwidth(results: Figures) -> float:
+    """Bytes a second."""
+    return results["machine"]["bytes"] / min(results["machine"]["wall"]["read"])
+
+
+def multiplying(results: Figures) -> float:
+    """Operations a second."""
+    return 2 * SQUARE**3 / min(results["machine"]["wall"]["multiply"])
+
+
+def machine_line(results: Figures) -> str:
+    return (
+        f"The machine: {results['machine']['cores']} cores, reads {bandwidth(results) / 1e9:.1f} GB/s, multiplies "
+        f"matrices of {SQUARE} x {SQUARE} in float32 at {multiplying(results) / 1e9:.0f} GFLOP/s.\n"
+    )
+
+
+def speed_table(results: Figures) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, title=TITLE)
+    columns = ("", "train", "CPU", "forward", "CPU", "memory", "train\nms", "CPU\nms", "forward\nms", "CPU\nms")
+    for column in (*columns, "of\npeak", "compile\ns", "first\ns", "peak\nMB"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    models = {name: group for name, group in results["groups"].items() if not is_decoding(group)}
+    for name, group in models.items():
+        for side, figures in group.items():
+            is_ours = side == "eqzoo"
+            train_seconds = min(figures["wall"]["train"])
+            rate = 3 * group["eqzoo"]["flops"] / train_seconds
+            table.add_row(
+                name if is_ours else f"  {side}",
+                *(number(value, ".2f") for value in ratios(group, named(group, "torch") if is_ours else [side])),
+                *(f"{1e3 * min(figures[clock][task]):.0f}" for task, clock in TIMES),
+                *(f"{rate / multiplying(results):.0%}", f"{figures['first']['train'] - train_seconds:.1f}"),
+                *(f"{figures['made'] + figures['first']['train']:.1f}", number(figures["peak"], ".0f", 1e-6)),
+                style="bold" if is_ours else "",
+            )
+        table.add_section()
+    for label, prefix in (("torch's best, mean", "torch"), (f"{PLAIN}, mean", PLAIN)):
+        columns = zip(*(ratios(group, named(group, prefix)) for group in models.values()), strict=True)
+        table.add_row(label, *(number(mean(column), ".2f") for column in columns), style="bold")
+    return table
+
+
+def decode_table(name: str, group: Figures, results: Figures) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, title=f"{name}, one text at a time")
+    columns = ("ratio", "CPU", "tokens/s", "transformers'", "GB/s", "of memory's", "compile s")
+    for column in ("weights", *columns):
+        table.add_column(column, justify="left" if column == "weights" else "right")
+    ours, torch, tokens = group["eqzoo"], named(group, "torch"), results["tokens"]
+    for dtype, seconds in ours["wall"].items():
+        theirs = rounds(group, torch, dtype)
+        read = tokens * ours["bytes"][dtype] / min(seconds)
+        table.add_row(
+            dtype,
+            *(number(ratio(group, torch, dtype, clock), ".2f") for clock in ("wall", "cpu")),
+            *(f"{tokens / min(seconds):.1f}", f"{tokens / min(theirs):.1f}" if theirs else ""),
+            *(f"{read / 1e9:.1f}", f"{read / bandwidth(results):.0%}", f"{ours['first'][dtype] - min(seconds):.1f}"),
+        )
+    return table
+
+
+def number(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "" if value is None else format(scale * value, form)
+
+
+def draw(results: Figures, path: Path) -> None:
+    """Bars of the ratios to torch's best side, and dots of those to plain Equinox."""
+    from matplotlib.figure import Figure
+
+    models = {name: group for name, group in results["groups"].items() if not is_decoding(group)}
+    models = dict(sorted(models.items(), key=lambda item: ratio(item[1], named(item[1], "torch"), "train") or 0))
+    figure = Figure((7.5, 1.1 + 0.55 * len(models)), layout="constrained", facecolor="white")
+    axis = figure.subplots()
+    for task, offset, color in (("train", 0.19, plots.BLUE), ("forward", -0.19, plots.LIGHT_BLUE)):
+        label = "training step" if task == "train" else "forward"
+        rows = np.arange(len(models)) + offset
+        torch, plain = (
+            [ratio(group, named(group, prefix), task) or np.nan for group in models.values()]
+            for prefix in ("torch", PLAIN)
+        )
+        bars = axis.barh(rows, torch, 0.34, color=color, label=f"{label}, torch's best")
+        axis.bar_label(bars, fmt="%.2f", padding=3, fontsize=8, color=plots.GREY)
+        axis.scatter(plain, rows, 26, plots.ORANGE, zorder=3, label=f"{label}, {PLAIN}")
+    axis.axvline(1, color=plots.INK, linewidth=1)
+    axis.set_yticks(range(len(models)), list(models), fontsize=9, color=plots.INK)
+    axis.set_xlabel("time over eqzoo's: right of 1, eqzoo is faster", fontsize=9, color=plots.GREY)
+    axis.tick_params(length=0, labelcolor=plots.INK, labelsize=8)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc="lower right", labelcolor=plots.INK)
+    figure.savefig(path, dpi=plots.DPI)
+
+
+# The same models as an Equinox user would write them: Equinox's own layers, channels first, one block after the other.
+
+
+def conv_norm(ins: int, outs: int, size: int, *, stride=1, groups=1, activation=None, key) -> list[Any]:
+    conv = eqx.nn.Conv2d(ins, outs, size, stride, size // 2, groups=groups, use_bias=False, key=key)
+    norm = eqx.nn.BatchNorm(outs, "batch", mode="batch")
+    return [conv, norm] if activation is None else [conv, norm, eqx.nn.Lambda(activation)]
+
+
+def classifier(ins: int, classes: int, *, norm: bool = False, key) -> list[Any]:
+    pool = eqx.nn.Lambda(lambda x: jnp.mean(x, (1, 2)))
+    return [pool, *[eqx.nn.LayerNorm(ins, eps=1e-6)] * norm, eqx.nn.Linear(ins, classes, key=key)]
+
+
+class Residual(eqx.nn.StatefulLayer):
+    body: eqx.nn.Sequential
+    shortcut: eqx.nn.Sequential
+    activation: Callable
+
+    def __init__(self, body: list[Any], shortcut: list[Any], activation: Callable):
+        self.body, self.shortcut = eqx.nn.Sequential(body), eqx.nn.Sequential(shortcut)
+        self.activation = activation
+
+    def __call__(self, x, state, *, key=None):
+        y, state = self.body(x, state)
+        x, state = self.shortcut(x, state)
+        return self.activation(x + y), state
+
+
+def plain_resnet(config, *, key) -> eqx.nn.Sequential:
+    keys = iter(jax.random.split(key, 100))
+    relu = jax.nn.relu
+    layers = [*conv_norm(3, 64, 7, stride=2, activation=relu, key=next(keys)), eqx.nn.MaxPool2d(3, 2, 1)]
+    ins = 64
+    for stage, (depth, width) in enumerate(zip(config.depths, config.widths, strict=True)):
+        for block in range(depth):
+            stride = 2 if stage and not block else 1
+            body = [
+                *conv_norm(ins, width, 1, activation=relu, key=next(keys)),
+                *conv_norm(width, width, 3, stride=stride, activation=relu, key=next(keys)),
+                *conv_norm(width, 4 * width, 1, key=next(keys)),
+            ]
+            shortcut = [] if block else conv_norm(ins, 4 * width, 1, stride=stride, key=next(keys))
+            layers.append(Residual(body, shortcut, relu))
+            ins = 4 * width
+    return eqx.nn.Sequential([*layers, *classifier(ins, config.num_classes, key=next(keys))])
+
+
+def plain_mobilenet(config, *, key) -> eqx.nn.Sequential:
+    keys = iter(jax.random.split(key, 100))
+    relu6 = jax.nn.relu6
+    layers = conv_norm(3, 32, 3, stride=2, activation=relu6, key=next(keys))
+    ins = 32
+    for run in (run for stage in config.stages for run in stage):
+        for block in range(run.repeats):
+            stride = 1 if block else run.stride
+            is_expanded = run.kind == "inverted"
+            hidden = round(ins * run.expansion) if is_expanded else ins
+            body = [
+                *(conv_norm(ins, hidden, 1, activation=relu6, key=next(keys)) if is_expanded else []),
+                *conv_norm(hidden, hidden, 3, stride=stride, groups=hidden, activation=relu6, key=next(keys)),
+                *conv_norm(hidden, run.channels, 1, key=next(keys)),
+            ]
+            if stride == 1 and ins == run.channels:
+                body = [Residual(body, [], lambda x: x)]
+            layers += body
+            ins = run.channels
+    layers += conv_norm(ins, config.top_width, 1, activation=relu6, key=next(keys))
+    return eqx.nn.Sequential([*layers, *classifier(config.top_width, config.num_classes, key=next(keys))])
+
+
+class Pixels(eqx.Module):
+    """Calls a layer for each pixel."""
+
+    layer: Callable
+
+    def __call__(self, x, *, key=None):
+        return jax.vmap(jax.vmap(self.layer, 1, 1), 1, 1)(x)
+
+
+class ConvNeXtBlock(eqx.Module):
+    body: eqx.nn.Sequential
+    scale: jax.Array
+
+    def __init__(self, dim: int, *, key):
+        key_conv, key_mlp = jax.random.split(key)
+        conv = eqx.nn.Conv2d(dim, dim, 7, padding=3, groups=dim, key=key_conv)
+        mlp = eqx.nn.MLP(dim, dim, 4 * dim, 1, exact_gelu, key=key_mlp)
+        self.body = eqx.nn.Sequential([conv, Pixels(eqx.nn.LayerNorm(dim, eps=1e-6)), Pixels(mlp)])
+        self.scale = jnp.full((dim, 1, 1), 1e-6)
+
+    def __call__(self, x, *, key=None):
+        return x + self.scale * self.body(x)
+
+
+def plain_convnext(config, *, key) -> eqx.nn.Sequential:
+    keys = iter(jax.random.split(key, 100))
+    layers: list[Any] = []
+    ins = 3
+    for depth, width in zip(config.depths, config.widths, strict=True):
+        size = 2 if layers else 4
+        conv = eqx.nn.Conv2d(ins, width, size, size, key=next(keys))
+        layers += (
+            [Pixels(eqx.nn.LayerNorm(ins, eps=1e-6)), conv]
+            if layers
+            else [conv, Pixels(eqx.nn.LayerNorm(width, eps=1e-6))]
+        )
+        layers += [ConvNeXtBlock(width, key=next(keys)) for _ in range(depth)]
+        ins = width
+    return eqx.nn.Sequential([*layers, *classifier(ins, config.num_classes, norm=True, key=next(keys))])
+
+
+class TransformerBlock(eqx.Module):
+    norms: list[eqx.nn.LayerNorm]
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+
+    def __init__(self, dim: int, heads: int, *, eps: float, activation: Callable, key):
+        key_attention, key_mlp = jax.random.split(key)
+        bias = dict.fromkeys(("use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias"), True)
+        self.norms = [eqx.nn.LayerNorm(dim, eps=eps), eqx.nn.LayerNorm(dim, eps=eps)]
+        self.attention = eqx.nn.MultiheadAttention(heads, dim, **bias, key=key_attention)
+        self.mlp = eqx.nn.MLP(dim, dim, 4 * dim, 1, activation, key=key_mlp)
+
+    def __call__(self, x, mask=None):
+        normed = jax.vmap(self.norms[0])(x)
+        x = x + self.attention(normed, normed, normed, mask)
+        return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
+
+
+class PlainViT(eqx.Module):
+    stem: eqx.nn.Conv2d
+    token: jax.Array
+    positions: jax.Array
+    blocks: list[TransformerBlock]
+    norm: eqx.nn.LayerNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, config, *, key):
+        key_stem, key_blocks, key_head = jax.random.split(key, 3)
+        patch, dim = config.patch_size, config.dim
+        self.stem = eqx.nn.Conv2d(3, dim, patch, patch, key=key_stem)
+        self.token = jnp.zeros((1, dim))
+        self.positions = jnp.zeros((1 + (config.image_size // patch) ** 2, dim))
+        make = partial(TransformerBlock, dim, config.heads, eps=1e-6, activation=exact_gelu)
+        self.blocks = [make(key=key) for key in jax.random.split(key_blocks, config.depth)]
+        self.norm = eqx.nn.LayerNorm(dim, eps=1e-6)
+        self.head = eqx.nn.Linear(dim, config.num_classes, key=key_head)
+
+    def __call__(self, x, *, key=None):
+        patches = self.stem(x)
+        tokens = jnp.concatenate([self.token, patches.reshape(patches.shape[0], -1).T]) + self.positions
+        for block in self.blocks:
+            tokens = block(tokens)
+        return self.head(self.norm(tokens[0]))
+
+
+def exact_gelu(x):
+    return jax.nn.gelu(x, approximate=False)
+
+
+PLAIN_MODELS = {
+    **dict.fromkeys(("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224"), PlainViT),
+    **dict.fromkeys(("convnext_tiny", "convnext_small", "convnext_base"), plain_convnext),
+    **dict.fromkeys(("resnet50", "resnet101", "resnet152"), plain_resnet),
+    "mobilenetv2_100": plain_mobilenet,
+}
+
+
+if __name__ == "__main__":
+    options = train.parse(Options, __doc__)
+    host.tune()
+    sys.exit(main(options))
