@@ -23,7 +23,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -55,9 +55,9 @@ QUICK = {"models": ("vit_tiny_patch16_224", "gpt2"), "batch_size": 2, "image_siz
 PLAIN = "plain Equinox"
 PROMPT = 16
 SQUARE = 2048
-LEAST_NOISE, MORE_MEMORY = 0.05, 0.1
 TIMES = (("train", "wall"), ("train", "cpu"), ("forward", "wall"), ("forward", "cpu"))
-INSTEAD = {"int8": "float32"}  # what transformers' GPT-2 has no weights for is compared with what it has
+LEAST_NOISE = {"wall": 0.05, "peak": 0.1}
+INSTEAD = {"int8": "float32"}  # transformers' GPT-2 has no int8 weights
 TITLE = "Ratios to eqzoo: above 1, eqzoo is better; beside a model's name, those of torch's best. Then each side's own."
 
 Figures = dict[str, Any]
@@ -110,9 +110,7 @@ def main(options: Options) -> int:
         options = dataclasses.replace(options, **QUICK, decode=min(options.decode, 4))
     try:
         before = check(options)
-        no_torch = load_torch()
-        if not no_torch:
-            check_upstream(options.models)
+        no_torch = load_torch(options.models)
     except ValueError as error:
         print(f"benchmark: {error}", file=sys.stderr)
         return 2
@@ -121,10 +119,12 @@ def main(options: Options) -> int:
     results = measure(options, with_torch=not no_torch)
     console = Console(width=120)
     console.print(speed_table(results))
-    for name, group in results["groups"].items():
-        if is_decoding(group):
-            console.print(decode_table(name, group, results))
-    console.print(machine_line(results))
+    if options.decode:
+        console.print(decode_table(results))
+    console.print(
+        f"The machine: {os.cpu_count()} cores, reads {results['bandwidth'] / 1e9:.1f} GB/s, multiplies matrices of "
+        f"{SQUARE} x {SQUARE} in float32 at {results['multiplying'] / 1e9:.0f} GFLOP/s.\n"
+    )
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
     if options.picture:
@@ -168,7 +168,7 @@ def read(file: Path, options: Options) -> Figures:
     return before
 
 
-def load_torch() -> str | None:
+def load_torch(models: Sequence[str]) -> str | None:
     """Import what torch's sides need; if that can't be, why."""
     try:
         import torch
@@ -177,25 +177,21 @@ def load_torch() -> str | None:
         for library in Path(package.origin).parent.glob("_C.*") if package and package.origin else ():
             try:
                 torch.ops.load_library(library)
-            except OSError:  # it was built for another torch; to be imported, it needs no more than their names
+            except OSError:  # it was built for another torch; its import needs no more than that these exist
                 for name in ("nms", "qnms"):
                     torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
-        import timm  # noqa: F401
+        import timm
         import transformers.models.gpt2.modeling_gpt2  # noqa: F401
     except Exception as error:
         return one_line(error)
-
-
-def check_upstream(names: Sequence[str]) -> None:
-    import timm
-
-    for name in names:
+    for name in models:
         if not is_gpt2(name) and not timm.is_model(name):
             raise ValueError(f"--models {name}: torch's side has timm's models and GPT-2, and this is neither")
+    return None
 
 
 def one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]
 
 
 # What each side does.
@@ -319,10 +315,8 @@ def torch_work(name: str, options: Options, *, channels_last: bool, compiled: bo
 def torch_vision(name: str, options: Options) -> Any:
     import timm
 
-    renamed = {"image_size": "img_size", "depth": "depth"}
-    return timm.create_model(
-        name, **{renamed[each]: size for each, size in fitting(name, options).items() if each in renamed}
-    )
+    sizes, renamed = fitting(name, options), {"image_size": "img_size", "depth": "depth"}
+    return timm.create_model(name, **{renamed[each]: sizes[each] for each in renamed if each in sizes})
 
 
 def torch_gpt2(name: str, options: Options) -> Any:
@@ -330,10 +324,8 @@ def torch_gpt2(name: str, options: Options) -> Any:
 
     ours = config(name, options)
     sizes = {"n_embd": ours.dim, "n_layer": ours.depth, "n_head": ours.heads, "vocab_size": ours.vocab}
-    dropped = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    tokens = dict.fromkeys(("bos_token_id", "eos_token_id"))
-    theirs = transformers.GPT2Config.from_dict({**sizes, **dropped, **tokens, "use_cache": False})
-    return transformers.GPT2LMHeadModel(theirs)
+    without = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config.from_dict({**sizes, **without, "use_cache": False}))
 
 
 def eqzoo_decoding(options: Options) -> Work:
@@ -341,7 +333,9 @@ def eqzoo_decoding(options: Options) -> Work:
     models = {"float32": model, "bfloat16": tree.cast(model, jnp.bfloat16), "int8": tree.quantize(model, "*")}
     write = lambda model: generation.generate(model, [list(range(PROMPT))], options.decode)
     tasks = {dtype: partial(write, model) for dtype, model in models.items()}
-    return Work(tasks, {"bytes": {dtype: tree.nbytes(model) for dtype, model in models.items()}})
+    return Work(
+        tasks, {"bytes": {dtype: tree.nbytes(model) for dtype, model in models.items()}, "tokens": options.decode}
+    )
 
 
 def torch_decoding(options: Options) -> Work:
@@ -356,14 +350,14 @@ def torch_decoding(options: Options) -> Work:
 
 def machine_work(options: Options) -> Work:
     """What the machine can do: read memory, and multiply matrices."""
-    multiply = jax.jit(jnp.matmul)
+    multiply = jax.jit(lambda x, y: x @ y)
     wide, square = jnp.ones((1024 if options.quick else 16384, 16384)), jnp.ones((SQUARE, SQUARE))  # wide: 1 GiB
-    one_each = jnp.ones(wide.shape[1])
+    read = partial(multiply, wide, jnp.ones(wide.shape[1]))
     tasks = {
-        "read": lambda: jax.block_until_ready(multiply(wide, one_each)),
-        "multiply": lambda: jax.block_until_ready(multiply(square, square)),
+        "read": lambda: read().block_until_ready(),
+        "multiply": lambda: multiply(square, square).block_until_ready(),
     }
-    return Work(tasks, {"bytes": wide.nbytes, "backend": jax.default_backend(), "cores": os.cpu_count()})
+    return Work(tasks, {"bytes": wide.nbytes, "backend": jax.default_backend()})
 
 
 # Processes that take turns.
@@ -381,36 +375,27 @@ def sides(name: str, options: Options, *, with_torch: bool) -> dict[str, Make]:
     return found
 
 
-def decoding_sides(options: Options, *, with_torch: bool) -> dict[str, Make]:
-    ours: dict[str, Make] = {"eqzoo": partial(eqzoo_decoding, options)}
-    return ours | ({"torch": partial(torch_decoding, options)} if with_torch else {})
-
-
 def measure(options: Options, *, with_torch: bool) -> Figures:
     """All figures, by comparison and side; times are lists with a number for each round."""
     libraries = ("jax", "equinox", *("torch", "timm", "transformers")[: 3 * with_torch])
-    results = {
-        "sizes": options.sizes,
-        "versions": {name: version(name) for name in libraries},
-        "groups": {},
-        "tokens": options.decode,
-    }
+    results = {"sizes": options.sizes, "versions": {name: version(name) for name in libraries}, "groups": {}}
     with started({"machine": partial(machine_work, options)}) as machine:
         # Where JAX has an accelerator, torch would still compute on the CPU.
         with_torch = with_torch and ask(machine["machine"], "figures")["backend"] == "cpu"
         groups = {name: sides(name, options, with_torch=with_torch) for name in options.models}
         if options.decode:
-            groups[f"GPT-2 writes {options.decode} tokens"] = decoding_sides(options, with_torch=with_torch)
+            both = {"eqzoo": eqzoo_decoding, "torch": torch_decoding}
+            groups["decoding"] = {name: partial(both[name], options) for name in [*both][: 1 + with_torch]}
         for number, (group, members) in enumerate(groups.items(), start=1):
             print(f"{group} ({number} of {len(groups)})", file=sys.stderr, flush=True)
             with started(members) as pipes:
                 for _ in range(options.rounds):
                     for pipe in (*machine.values(), *pipes.values()):
                         ask(pipe, "turn")
-                results["groups"][group] = {
-                    name: ask(pipe, "figures") | {"peak": ask(pipe, "peak")} for name, pipe in pipes.items()
-                }
-        results["machine"] = ask(machine["machine"], "figures")
+                results["groups"][group] = {name: ask(pipe, "end") for name, pipe in pipes.items()}
+        figures = ask(machine["machine"], "end")
+    results["bandwidth"] = figures["bytes"] / min(figures["wall"]["read"])
+    results["multiplying"] = 2 * SQUARE**3 / min(figures["wall"]["multiply"])
     return results
 
 
@@ -419,7 +404,6 @@ def started(members: dict[str, Make]) -> Iterator[dict[str, Connection]]:
     """A process for each side. One that fails says why and is left out, unless it is the first."""
     context = multiprocessing.get_context("fork")  # all is imported, and nothing computed yet
     pipes: dict[str, Connection] = {}
-    parameters = None
     with ExitStack() as stack:
         for name, make in members.items():
             pipe, theirs = context.Pipe()
@@ -429,15 +413,12 @@ def started(members: dict[str, Make]) -> Iterator[dict[str, Connection]]:
             stack.callback(process.join)
             stack.enter_context(pipe)
             try:
-                figures = ask(pipe, "figures")
-                parameters = parameters or figures.get("parameters")
-                if figures.get("parameters") != parameters:
-                    raise RuntimeError(f"it has {figures['parameters']:,} parameters, and eqzoo's model {parameters:,}")
+                ask(pipe, "figures")
                 pipes[name] = pipe
             except (RuntimeError, EOFError) as error:
                 if not pipes:
                     raise
-                print(f"{name} is left out: {error or 'its process died'}", file=sys.stderr, flush=True)
+                print(f"{name} is left out: {str(error) or 'its process died'}", file=sys.stderr, flush=True)
         yield pipes
 
 
@@ -471,7 +452,7 @@ def serve(make: Make, pipe: Connection, other_end: Connection) -> None:
                     times = [clocks(function), clocks(function)]
                     wall[task].append(min(seconds for seconds, _ in times))
                     cpu[task].append(min(seconds for _, seconds in times))
-            pipe.send(peak_memory(work) if question == "peak" else figures)
+            pipe.send(figures | {"peak": peak_memory(work)} if question == "end" else figures)
 
 
 def clocks(function: Callable[[], Any]) -> tuple[float, float]:
@@ -481,20 +462,20 @@ def clocks(function: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def peak_memory(work: Work) -> int | None:
+def peak_memory(work: Work) -> dict[str, list[int]]:
     """The bytes of all arrays, and how much more of memory the process takes in a training step. So neither libraries
-    nor what a compiler left behind count. None where Linux and glibc don't tell."""
+    nor what a compiler left behind count. Nothing where Linux and glibc don't tell."""
     if work.held is None:
-        return None
+        return {}
     try:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the most so far, starts anew
     except (OSError, AttributeError):
-        return None
+        return {}
     held, before = work.held(), memory("VmRSS")
     work.tasks["train"]()
-    return held + memory("VmHWM") - before
+    return {"train": [held + memory("VmHWM") - before]}
 
 
 def memory(field: str) -> int:
@@ -505,75 +486,42 @@ def memory(field: str) -> int:
 # What the figures say. A ratio is the least of some sides' figures over eqzoo's: above 1, eqzoo is better.
 
 
-def is_decoding(group: Figures) -> bool:
-    return "train" not in group["eqzoo"]["wall"]
+def least(group: Figures, names: Sequence[str], task: str, kind: str) -> list[float]:
+    """The figures of that kind, one for each round, of the best of these sides; none if none of them has any."""
+    known = [group[name][kind].get(task) or group[name][kind].get(INSTEAD.get(task)) for name in names]
+    return min(filter(None, known), key=min, default=[])
+
+
+def ratio(group: Figures, names: Sequence[str], task: str, kind: str = "wall") -> float | None:
+    ours, theirs = least(group, ["eqzoo"], task, kind), least(group, names, task, kind)
+    return min(theirs) / min(ours) if ours and theirs else None
 
 
 def named(group: Figures, prefix: str) -> list[str]:
     return [name for name in group if name.startswith(prefix)]
 
 
-def rounds(group: Figures, names: Sequence[str], task: str, clock: str = "wall") -> list[float]:
-    """The seconds in each round of the fastest of these sides; none if none of them does this."""
-    known = [group[name][clock].get(task) or group[name][clock].get(INSTEAD.get(task)) for name in names]
-    return min(filter(None, known), key=min, default=[])
-
-
-def ratio(group: Figures, names: Sequence[str], task: str, clock: str = "wall") -> float | None:
-    theirs = rounds(group, names, task, clock)
-    return min(theirs) / min(group["eqzoo"][clock][task]) if theirs else None
-
-
-def memory_ratio(group: Figures, names: Sequence[str]) -> float | None:
-    ours, *others = [group[name]["peak"] for name in ("eqzoo", *names)]
-    return min(others) / ours if others and None not in (ours, *others) else None
-
-
-def ratios(group: Figures, names: Sequence[str]) -> list[float | None]:
-    return [*(ratio(group, names, task, clock) for task, clock in TIMES), memory_ratio(group, names)]
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.geometric_mean(known) if known else None
+def models_of(results: Figures) -> Figures:
+    return {name: group for name, group in results["groups"].items() if name != "decoding"}
 
 
 def regressions(results: Figures, before: Figures) -> list[str]:
-    """Ratios to the sides that both runs have, lower by more than noise, which is how far the middle round is from the
-    best one, added up over both sides and both runs; and memory that is more."""
+    """Ratios to the sides that both runs have that are lower by more than noise: how far the middle round is from the
+    best one, added up over both sides and both runs."""
     found = []
     for name in [name for name in results["groups"] if name in before["groups"]]:
-        new, old = results["groups"][name], before["groups"][name]
-        others = [side for side in new if side in old and side != "eqzoo"]
-        for task in new["eqzoo"]["wall"]:
-            now, then = ratio(new, others, task), ratio(old, others, task)
+        groups = [results["groups"][name], before["groups"][name]]
+        others = [side for side in groups[0] if side in groups[1] and side != "eqzoo"]
+        for kind, task in [(each, task) for each in LEAST_NOISE for task in groups[0]["eqzoo"][each]]:
+            now, then = (ratio(group, others, task, kind) for group in groups)
             if now is None or then is None:
                 continue
-            all_rounds = [rounds(group, names, task) for group in (new, old) for names in (["eqzoo"], others)]
-            noise = sum(statistics.median(seconds) / min(seconds) - 1 for seconds in all_rounds)
-            if now < then / (1 + max(LEAST_NOISE, noise)):
-                found.append(f"{name}, {task}: ratio {now:.2f}, was {then:.2f} (noise {noise:.0%})")
-        now, then = new["eqzoo"]["peak"], old["eqzoo"]["peak"]
-        if now and then and now > (1 + MORE_MEMORY) * then:
-            found.append(f"{name}, memory: {now / 1e6:.0f} MB, was {then / 1e6:.0f} MB")
+            rounds = [least(group, names, task, kind) for group in groups for names in (["eqzoo"], others)]
+            noise = sum(statistics.median(each) / min(each) - 1 for each in rounds)
+            if now < then / (1 + max(LEAST_NOISE[kind], noise)):
+                what = task if kind == "wall" else "memory"
+                found.append(f"{name}, {what}: ratio {now:.2f}, was {then:.2f} (noise {noise:.0%})")
     return found
-
-
-def bandwidth(results: Figures) -> float:
-    """Bytes a second."""
-    return results["machine"]["bytes"] / min(results["machine"]["wall"]["read"])
-
-
-def multiplying(results: Figures) -> float:
-    """Operations a second."""
-    return 2 * SQUARE**3 / min(results["machine"]["wall"]["multiply"])
-
-
-def machine_line(results: Figures) -> str:
-    return (
-        f"The machine: {results['machine']['cores']} cores, reads {bandwidth(results) / 1e9:.1f} GB/s, multiplies "
-        f"matrices of {SQUARE} x {SQUARE} in float32 at {multiplying(results) / 1e9:.0f} GFLOP/s.\n"
-    )
 
 
 def speed_table(results: Figures) -> Table:
@@ -581,73 +529,76 @@ def speed_table(results: Figures) -> Table:
     columns = ("", "train", "CPU", "forward", "CPU", "memory", "train\nms", "CPU\nms", "forward\nms", "CPU\nms")
     for column in (*columns, "of\npeak", "compile\ns", "first\ns", "peak\nMB"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    models = {name: group for name, group in results["groups"].items() if not is_decoding(group)}
-    for name, group in models.items():
+    for name, group in models_of(results).items():
         for side, figures in group.items():
             is_ours = side == "eqzoo"
-            train_seconds = min(figures["wall"]["train"])
-            rate = 3 * group["eqzoo"]["flops"] / train_seconds
+            first, step = figures["first"]["train"], min(figures["wall"]["train"])
+            of_peak = 3 * group["eqzoo"]["flops"] / step / results["multiplying"]
             table.add_row(
                 name if is_ours else f"  {side}",
-                *(number(value, ".2f") for value in ratios(group, named(group, "torch") if is_ours else [side])),
-                *(f"{1e3 * min(figures[clock][task]):.0f}" for task, clock in TIMES),
-                *(f"{rate / multiplying(results):.0%}", f"{figures['first']['train'] - train_seconds:.1f}"),
-                *(f"{figures['made'] + figures['first']['train']:.1f}", number(figures["peak"], ".0f", 1e-6)),
+                *ratios([group], lambda group: named(group, "torch") if is_ours else [side]),
+                *(f"{1e3 * min(figures[kind][task]):.0f}" for task, kind in TIMES),
+                *(f"{of_peak:.0%}", f"{first - step:.1f}", f"{figures['made'] + first:.1f}"),
+                *(f"{peak / 1e6:.0f}" for peak in figures["peak"].get("train", ())),
                 style="bold" if is_ours else "",
             )
         table.add_section()
     for label, prefix in (("torch's best, mean", "torch"), (f"{PLAIN}, mean", PLAIN)):
-        columns = zip(*(ratios(group, named(group, prefix)) for group in models.values()), strict=True)
-        table.add_row(label, *(number(mean(column), ".2f") for column in columns), style="bold")
+        groups = models_of(results).values()
+        table.add_row(label, *ratios(groups, lambda group: named(group, prefix)), style="bold")
     return table
 
 
-def decode_table(name: str, group: Figures, results: Figures) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, title=f"{name}, one text at a time")
-    columns = ("ratio", "CPU", "tokens/s", "transformers'", "GB/s", "of memory's", "compile s")
-    for column in ("weights", *columns):
+def ratios(groups: Iterable[Figures], names: Callable[[Figures], Sequence[str]]) -> list[str]:
+    """Geometric means over these comparisons."""
+    rows = [[ratio(group, names(group), *each) for each in (*TIMES, ("train", "peak"))] for group in groups]
+    known = [[value for value in column if value] for column in zip(*rows, strict=True)]
+    return [f"{statistics.geometric_mean(column):.2f}" if column else "" for column in known]
+
+
+def decode_table(results: Figures) -> Table:
+    group = results["groups"]["decoding"]
+    ours, tokens = group["eqzoo"], group["eqzoo"]["tokens"]
+    title = f"GPT-2 writes {tokens} tokens, one text alone; int8 beside transformers' float32"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, title=title)
+    for column in ("weights", "ratio", "CPU", "tokens/s", "transformers'", "GB/s", "of memory's", "compile s"):
         table.add_column(column, justify="left" if column == "weights" else "right")
-    ours, torch, tokens = group["eqzoo"], named(group, "torch"), results["tokens"]
-    for dtype, seconds in ours["wall"].items():
-        theirs = rounds(group, torch, dtype)
-        read = tokens * ours["bytes"][dtype] / min(seconds)
+    for dtype, rounds in ours["wall"].items():
+        seconds, theirs = min(rounds), least(group, named(group, "torch"), dtype, "wall")
+        read = tokens * ours["bytes"][dtype] / seconds
+        both = [ratio(group, named(group, "torch"), dtype, kind) for kind in ("wall", "cpu")]
         table.add_row(
-            dtype,
-            *(number(ratio(group, torch, dtype, clock), ".2f") for clock in ("wall", "cpu")),
-            *(f"{tokens / min(seconds):.1f}", f"{tokens / min(theirs):.1f}" if theirs else ""),
-            *(f"{read / 1e9:.1f}", f"{read / bandwidth(results):.0%}", f"{ours['first'][dtype] - min(seconds):.1f}"),
+            *(dtype, *(f"{each:.2f}" if each else "" for each in both)),
+            *(f"{tokens / seconds:.1f}", f"{tokens / min(theirs):.1f}" if theirs else "", f"{read / 1e9:.1f}"),
+            *(f"{read / results['bandwidth']:.0%}", f"{ours['first'][dtype] - seconds:.1f}"),
         )
     return table
-
-
-def number(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "" if value is None else format(scale * value, form)
 
 
 def draw(results: Figures, path: Path) -> None:
     """Bars of the ratios to torch's best side, and dots of those to plain Equinox."""
     from matplotlib.figure import Figure
 
-    models = {name: group for name, group in results["groups"].items() if not is_decoding(group)}
-    models = dict(sorted(models.items(), key=lambda item: ratio(item[1], named(item[1], "torch"), "train") or 0))
-    figure = Figure((7.5, 1.1 + 0.55 * len(models)), layout="constrained", facecolor="white")
+    models = models_of(results)
+    names = sorted(models, key=lambda name: ratio(models[name], named(models[name], "torch"), "train") or 0)
+    figure = Figure((7.5, 1.2 + 0.55 * len(names)), layout="constrained", facecolor="white")
     axis = figure.subplots()
     for task, offset, color in (("train", 0.19, plots.BLUE), ("forward", -0.19, plots.LIGHT_BLUE)):
-        label = "training step" if task == "train" else "forward"
-        rows = np.arange(len(models)) + offset
+        rows = np.arange(len(names)) + offset
         torch, plain = (
-            [ratio(group, named(group, prefix), task) or np.nan for group in models.values()]
+            [ratio(models[name], named(models[name], prefix), task) or np.nan for name in names]
             for prefix in ("torch", PLAIN)
         )
-        bars = axis.barh(rows, torch, 0.34, color=color, label=f"{label}, torch's best")
+        label = {"train": "a training step of torch's best", "forward": "a forward pass of torch's best"}[task]
+        bars = axis.barh(rows, torch, 0.34, color=color, label=label)
         axis.bar_label(bars, fmt="%.2f", padding=3, fontsize=8, color=plots.GREY)
-        axis.scatter(plain, rows, 26, plots.ORANGE, zorder=3, label=f"{label}, {PLAIN}")
+        axis.scatter(plain, rows, 26, plots.ORANGE, zorder=3, label="plain Equinox" if task == "train" else None)
     axis.axvline(1, color=plots.INK, linewidth=1)
-    axis.set_yticks(range(len(models)), list(models), fontsize=9, color=plots.INK)
+    axis.set_yticks(range(len(names)), names, fontsize=9, color=plots.INK)
     axis.set_xlabel("time over eqzoo's: right of 1, eqzoo is faster", fontsize=9, color=plots.GREY)
     axis.tick_params(length=0, labelcolor=plots.INK, labelsize=8)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, loc="lower right", labelcolor=plots.INK)
+    figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=3, labelcolor=plots.INK)
     figure.savefig(path, dpi=plots.DPI)
 
 
