@@ -365,11 +365,10 @@ def machine_work(options: Options) -> Work:
 
 def sides(name: str, options: Options, *, with_torch: bool) -> dict[str, Make]:
     found: dict[str, Make] = {"eqzoo": partial(eqzoo_work, name, options)}
-    layouts = {"torch": False} if is_gpt2(name) else {"torch": False, "torch channels_last": True}
     for compiled in (False, True)[: with_torch * (1 + options.torch_compile)]:
-        for layout, channels_last in layouts.items():
-            make = partial(torch_work, name, options, channels_last=channels_last, compiled=compiled)
-            found[layout + " compiled" * compiled] = make
+        for channels_last in (False, True)[: 1 if is_gpt2(name) else 2]:
+            side = "torch" + ".compile" * compiled + " channels_last" * channels_last
+            found[side] = partial(torch_work, name, options, channels_last=channels_last, compiled=compiled)
     if name in PLAIN_MODELS:
         found[PLAIN] = partial(plain_work, name, options)
     return found
@@ -525,7 +524,7 @@ def regressions(results: Figures, before: Figures) -> list[str]:
 
 
 def speed_table(results: Figures) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, title=TITLE)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, title=TITLE)
     columns = ("", "train", "CPU", "forward", "CPU", "memory", "train\nms", "CPU\nms", "forward\nms", "CPU\nms")
     for column in (*columns, "of\npeak", "compile\ns", "first\ns", "peak\nMB"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
@@ -560,7 +559,7 @@ def decode_table(results: Figures) -> Table:
     group = results["groups"]["decoding"]
     ours, tokens = group["eqzoo"], group["eqzoo"]["tokens"]
     title = f"GPT-2 writes {tokens} tokens, one text alone; int8 beside transformers' float32"
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, title=title)
+    table = Table(box=box.SIMPLE_HEAD, title=title)
     for column in ("weights", "ratio", "CPU", "tokens/s", "transformers'", "GB/s", "of memory's", "compile s"):
         table.add_column(column, justify="left" if column == "weights" else "right")
     for dtype, rounds in ours["wall"].items():
@@ -576,29 +575,25 @@ def decode_table(results: Figures) -> Table:
 
 
 def draw(results: Figures, path: Path) -> None:
-    """Bars of the ratios to torch's best side, and dots of those to plain Equinox."""
+    """Bars of the ratios to torch's best side and to plain Equinox."""
     from matplotlib.figure import Figure
 
     models = models_of(results)
     names = sorted(models, key=lambda name: ratio(models[name], named(models[name], "torch"), "train") or 0)
-    figure = Figure((7.5, 1.2 + 0.55 * len(names)), layout="constrained", facecolor="white")
-    axis = figure.subplots()
-    for task, offset, color in (("train", 0.19, plots.BLUE), ("forward", -0.19, plots.LIGHT_BLUE)):
-        rows = np.arange(len(names)) + offset
-        torch, plain = (
-            [ratio(models[name], named(models[name], prefix), task) or np.nan for name in names]
-            for prefix in ("torch", PLAIN)
-        )
-        label = {"train": "a training step of torch's best", "forward": "a forward pass of torch's best"}[task]
-        bars = axis.barh(rows, torch, 0.34, color=color, label=label)
-        axis.bar_label(bars, fmt="%.2f", padding=3, fontsize=8, color=plots.GREY)
-        axis.scatter(plain, rows, 26, plots.ORANGE, zorder=3, label="plain Equinox" if task == "train" else None)
-    axis.axvline(1, color=plots.INK, linewidth=1)
-    axis.set_yticks(range(len(names)), names, fontsize=9, color=plots.INK)
-    axis.set_xlabel("time over eqzoo's: right of 1, eqzoo is faster", fontsize=9, color=plots.GREY)
-    axis.tick_params(length=0, labelcolor=plots.INK, labelsize=8)
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=3, labelcolor=plots.INK)
+    figure = Figure((9, 1.3 + 0.5 * len(names)), layout="constrained", facecolor="white")
+    for axis, prefix in zip(figure.subplots(1, 2, sharey=True), ("torch", PLAIN), strict=True):
+        for task, offset, color in (("train", 0.19, plots.BLUE), ("forward", -0.19, plots.LIGHT_BLUE)):
+            values = [ratio(models[name], named(models[name], prefix), task) or np.nan for name in names]
+            bars = axis.barh(np.arange(len(names)) + offset, values, 0.34, color=color, label=task)
+            axis.bar_label(bars, fmt="%.2f", padding=3, fontsize=8, color=plots.GREY)
+        axis.axvline(1, color=plots.INK, linewidth=1)
+        axis.margins(x=0.15)
+        axis.set_yticks(range(len(names)), names)
+        axis.set_title({"torch": "torch's best side", PLAIN: PLAIN}[prefix], fontsize=10, color=plots.INK)
+        axis.tick_params(length=0, labelcolor=plots.INK, labelsize=9)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(*axis.get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside lower right", ncols=2)
+    figure.supxlabel("time over eqzoo's: right of 1, eqzoo is faster", fontsize=9, color=plots.GREY)
     figure.savefig(path, dpi=plots.DPI)
 
 
