@@ -58,7 +58,7 @@ SQUARE = 2048
 TIMES = (("train", "wall"), ("train", "cpu"), ("forward", "wall"), ("forward", "cpu"))
 LEAST_NOISE = {"wall": 0.05, "peak": 0.1}
 INSTEAD = {"int8": "float32"}  # transformers' GPT-2 has no int8 weights
-TITLE = "Ratios to eqzoo: above 1, eqzoo is better; beside a model's name, those of torch's best. Then each side's own."
+TITLE = "Ratios: above 1, eqzoo is better (beside a name: torch's best). Then each side's own figures"
 
 Figures = dict[str, Any]
 
@@ -378,6 +378,7 @@ def measure(options: Options, *, with_torch: bool) -> Figures:
     """All figures, by comparison and side; times are lists with a number for each round."""
     libraries = ("jax", "equinox", *("torch", "timm", "transformers")[: 3 * with_torch])
     results = {"sizes": options.sizes, "versions": {name: version(name) for name in libraries}, "groups": {}}
+    jax.config.update("jax_enable_compilation_cache", False)  # compilation is measured
     with started({"machine": partial(machine_work, options)}) as machine:
         # Where JAX has an accelerator, torch would still compute on the CPU.
         with_torch = with_torch and ask(machine["machine"], "figures")["backend"] == "cpu"
