@@ -111,12 +111,12 @@ def main(options: Options) -> int:
     try:
         before = check(options)
         no_torch = load_torch(options.models)
-    except ValueError as error:
+        if no_torch:
+            print(f"torch is left out: {no_torch}", file=sys.stderr)
+        results = measure(options, with_torch=not no_torch)
+    except (ValueError, RuntimeError) as error:
         print(f"benchmark: {error}", file=sys.stderr)
         return 2
-    if no_torch:
-        print(f"torch is left out: {no_torch}", file=sys.stderr)
-    results = measure(options, with_torch=not no_torch)
     console = Console(width=120)
     console.print(speed_table(results))
     if options.decode:
@@ -179,7 +179,8 @@ def load_torch(models: Sequence[str]) -> str | None:
                 torch.ops.load_library(library)
             except OSError:  # it was built for another torch; its import needs no more than that these exist
                 for name in ("nms", "qnms"):
-                    torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
+                    if not hasattr(torch.ops.torchvision, name):
+                        torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
         import timm
         import transformers.models.gpt2.modeling_gpt2  # noqa: F401
     except Exception as error:
@@ -404,6 +405,7 @@ def started(members: dict[str, Make]) -> Iterator[dict[str, Connection]]:
     """A process for each side. One that fails says why and is left out, unless it is the first."""
     context = multiprocessing.get_context("fork")  # all is imported, and nothing computed yet
     pipes: dict[str, Connection] = {}
+    parameters = None
     with ExitStack() as stack:
         for name, make in members.items():
             pipe, theirs = context.Pipe()
@@ -413,19 +415,24 @@ def started(members: dict[str, Make]) -> Iterator[dict[str, Connection]]:
             stack.callback(process.join)
             stack.enter_context(pipe)
             try:
-                ask(pipe, "figures")
-                pipes[name] = pipe
-            except (RuntimeError, EOFError) as error:
+                now = ask(pipe, "figures").get("parameters")
+                if pipes and now != parameters:
+                    raise RuntimeError(f"its model has {now:,} parameters, and eqzoo's {parameters:,}")
+                parameters, pipes[name] = now, pipe
+            except RuntimeError as error:
                 if not pipes:
                     raise
-                print(f"{name} is left out: {str(error) or 'its process died'}", file=sys.stderr, flush=True)
+                print(f"{name} is left out: {error}", file=sys.stderr, flush=True)
         yield pipes
 
 
 def ask(pipe: Connection, question: str) -> Any:
-    pipe.send(question)
-    answer = pipe.recv()
-    if isinstance(answer, Exception):
+    try:
+        pipe.send(question)
+        answer = pipe.recv()
+    except (EOFError, OSError):
+        raise RuntimeError("the process of a side died; is there enough memory?") from None
+    if isinstance(answer, RuntimeError):
         raise answer
     return answer
 
@@ -440,6 +447,7 @@ def serve(make: Make, pipe: Connection, other_end: Connection) -> None:
         made = time.perf_counter() - start
         first = {task: clocks(function)[0] for task, function in work.tasks.items()}
     except Exception as error:
+        pipe.recv()
         pipe.send(RuntimeError(one_line(error)))
         return
     wall, cpu = {task: [] for task in work.tasks}, {task: [] for task in work.tasks}
@@ -582,7 +590,8 @@ def draw(results: Figures, path: Path) -> None:
     models = models_of(results)
     names = sorted(models, key=lambda name: ratio(models[name], named(models[name], "torch"), "train") or 0)
     figure = Figure((9, 1.3 + 0.5 * len(names)), layout="constrained", facecolor="white")
-    for axis, prefix in zip(figure.subplots(1, 2, sharey=True), ("torch", PLAIN), strict=True):
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, prefix in zip(axes, ("torch", PLAIN), strict=True):
         for task, offset, color in (("train", 0.19, plots.BLUE), ("forward", -0.19, plots.LIGHT_BLUE)):
             values = [ratio(models[name], named(models[name], prefix), task) or np.nan for name in names]
             bars = axis.barh(np.arange(len(names)) + offset, values, 0.34, color=color, label=task)
@@ -593,7 +602,7 @@ def draw(results: Figures, path: Path) -> None:
         axis.set_title({"torch": "torch's best side", PLAIN: PLAIN}[prefix], fontsize=10, color=plots.INK)
         axis.tick_params(length=0, labelcolor=plots.INK, labelsize=9)
         axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(*axis.get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside lower right", ncols=2)
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside lower right", ncols=2)
     figure.supxlabel("time over eqzoo's: right of 1, eqzoo is faster", fontsize=9, color=plots.GREY)
     figure.savefig(path, dpi=plots.DPI)
 
