@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -430,8 +431,8 @@ def ask(pipe: Connection, question: str) -> Any:
     try:
         pipe.send(question)
         answer = pipe.recv()
-    except (EOFError, OSError):
-        raise RuntimeError("the process of a side died; is there enough memory?") from None
+    except (EOFError, ConnectionError):
+        raise RuntimeError("its process died; is there enough memory?") from None
     if isinstance(answer, RuntimeError):
         raise answer
     return answer
@@ -452,7 +453,7 @@ def serve(make: Make, pipe: Connection, other_end: Connection) -> None:
         return
     wall, cpu = {task: [] for task in work.tasks}, {task: [] for task in work.tasks}
     figures = work.figures | {"made": made, "first": first, "wall": wall, "cpu": cpu}
-    with suppress(EOFError):
+    with suppress(EOFError, ConnectionError):
         while question := pipe.recv():
             if question == "turn":
                 for task, function in work.tasks.items():
@@ -616,9 +617,8 @@ def conv_norm(ins: int, outs: int, size: int, *, stride=1, groups=1, activation=
     return [conv, norm] if activation is None else [conv, norm, eqx.nn.Lambda(activation)]
 
 
-def classifier(ins: int, classes: int, *, norm: bool = False, key) -> list[Any]:
-    pool = eqx.nn.Lambda(lambda x: jnp.mean(x, (1, 2)))
-    return [pool, *[eqx.nn.LayerNorm(ins, eps=1e-6)] * norm, eqx.nn.Linear(ins, classes, key=key)]
+def pool() -> eqx.nn.Lambda:
+    return eqx.nn.Lambda(lambda x: jnp.mean(x, (1, 2)))
 
 
 class Residual(eqx.nn.StatefulLayer):
@@ -644,15 +644,13 @@ def plain_resnet(config, *, key) -> eqx.nn.Sequential:
     for stage, (depth, width) in enumerate(zip(config.depths, config.widths, strict=True)):
         for block in range(depth):
             stride = 2 if stage and not block else 1
-            body = [
-                *conv_norm(ins, width, 1, activation=relu, key=next(keys)),
-                *conv_norm(width, width, 3, stride=stride, activation=relu, key=next(keys)),
-                *conv_norm(width, 4 * width, 1, key=next(keys)),
-            ]
+            body = conv_norm(ins, width, 1, activation=relu, key=next(keys))
+            body += conv_norm(width, width, 3, stride=stride, activation=relu, key=next(keys))
+            body += conv_norm(width, 4 * width, 1, key=next(keys))
             shortcut = [] if block else conv_norm(ins, 4 * width, 1, stride=stride, key=next(keys))
             layers.append(Residual(body, shortcut, relu))
             ins = 4 * width
-    return eqx.nn.Sequential([*layers, *classifier(ins, config.num_classes, key=next(keys))])
+    return eqx.nn.Sequential([*layers, pool(), eqx.nn.Linear(ins, config.num_classes, key=next(keys))])
 
 
 def plain_mobilenet(config, *, key) -> eqx.nn.Sequential:
@@ -663,19 +661,15 @@ def plain_mobilenet(config, *, key) -> eqx.nn.Sequential:
     for run in (run for stage in config.stages for run in stage):
         for block in range(run.repeats):
             stride = 1 if block else run.stride
-            is_expanded = run.kind == "inverted"
-            hidden = round(ins * run.expansion) if is_expanded else ins
-            body = [
-                *(conv_norm(ins, hidden, 1, activation=relu6, key=next(keys)) if is_expanded else []),
-                *conv_norm(hidden, hidden, 3, stride=stride, groups=hidden, activation=relu6, key=next(keys)),
-                *conv_norm(hidden, run.channels, 1, key=next(keys)),
-            ]
-            if stride == 1 and ins == run.channels:
-                body = [Residual(body, [], lambda x: x)]
-            layers += body
+            hidden = ins if run.kind == "separable" else round(ins * run.expansion)
+            body = [] if run.kind == "separable" else conv_norm(ins, hidden, 1, activation=relu6, key=next(keys))
+            body += conv_norm(hidden, hidden, 3, stride=stride, groups=hidden, activation=relu6, key=next(keys))
+            body += conv_norm(hidden, run.channels, 1, key=next(keys))
+            is_residual = stride == 1 and ins == run.channels
+            layers += [Residual(body, [], lambda x: x)] if is_residual else body
             ins = run.channels
     layers += conv_norm(ins, config.top_width, 1, activation=relu6, key=next(keys))
-    return eqx.nn.Sequential([*layers, *classifier(config.top_width, config.num_classes, key=next(keys))])
+    return eqx.nn.Sequential([*layers, pool(), eqx.nn.Linear(config.top_width, config.num_classes, key=next(keys))])
 
 
 class Pixels(eqx.Module):
@@ -689,7 +683,7 @@ class Pixels(eqx.Module):
 
 class ConvNeXtBlock(eqx.Module):
     body: eqx.nn.Sequential
-    scale: jax.Array
+    scale: Float[Array, "dim 1 1"]
 
     def __init__(self, dim: int, *, key):
         key_conv, key_mlp = jax.random.split(key)
@@ -704,44 +698,40 @@ class ConvNeXtBlock(eqx.Module):
 
 def plain_convnext(config, *, key) -> eqx.nn.Sequential:
     keys = iter(jax.random.split(key, 100))
-    layers: list[Any] = []
-    ins = 3
-    for depth, width in zip(config.depths, config.widths, strict=True):
-        size = 2 if layers else 4
-        conv = eqx.nn.Conv2d(ins, width, size, size, key=next(keys))
-        layers += (
-            [Pixels(eqx.nn.LayerNorm(ins, eps=1e-6)), conv]
-            if layers
-            else [conv, Pixels(eqx.nn.LayerNorm(width, eps=1e-6))]
-        )
+    norm = lambda dim: Pixels(eqx.nn.LayerNorm(dim, eps=1e-6))
+    ins = config.widths[0]
+    layers: list[Any] = [eqx.nn.Conv2d(3, ins, 4, 4, key=next(keys)), norm(ins)]
+    for stage, (depth, width) in enumerate(zip(config.depths, config.widths, strict=True)):
+        layers += [norm(ins), eqx.nn.Conv2d(ins, width, 2, 2, key=next(keys))] if stage else []
         layers += [ConvNeXtBlock(width, key=next(keys)) for _ in range(depth)]
         ins = width
-    return eqx.nn.Sequential([*layers, *classifier(ins, config.num_classes, norm=True, key=next(keys))])
+    head = [eqx.nn.LayerNorm(ins, eps=1e-6), eqx.nn.Linear(ins, config.num_classes, key=next(keys))]
+    return eqx.nn.Sequential([*layers, pool(), *head])
 
 
-class TransformerBlock(eqx.Module):
-    norms: list[eqx.nn.LayerNorm]
+class ViTBlock(eqx.Module):
+    norms: tuple[eqx.nn.LayerNorm, eqx.nn.LayerNorm]
     attention: eqx.nn.MultiheadAttention
     mlp: eqx.nn.MLP
 
-    def __init__(self, dim: int, heads: int, *, eps: float, activation: Callable, key):
+    def __init__(self, dim: int, heads: int, *, key):
         key_attention, key_mlp = jax.random.split(key)
         bias = dict.fromkeys(("use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias"), True)
-        self.norms = [eqx.nn.LayerNorm(dim, eps=eps), eqx.nn.LayerNorm(dim, eps=eps)]
+        self.norms = eqx.nn.LayerNorm(dim, eps=1e-6), eqx.nn.LayerNorm(dim, eps=1e-6)
         self.attention = eqx.nn.MultiheadAttention(heads, dim, **bias, key=key_attention)
-        self.mlp = eqx.nn.MLP(dim, dim, 4 * dim, 1, activation, key=key_mlp)
+        self.mlp = eqx.nn.MLP(dim, dim, 4 * dim, 1, exact_gelu, key=key_mlp)
 
-    def __call__(self, x, mask=None):
+    def __call__(self, x):
         normed = jax.vmap(self.norms[0])(x)
-        x = x + self.attention(normed, normed, normed, mask)
+        x = x + self.attention(normed, normed, normed)
         return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
 
 
 class PlainViT(eqx.Module):
     stem: eqx.nn.Conv2d
-    token: jax.Array
-    positions: jax.Array
-    blocks: list[TransformerBlock]
+    token: Float[Array, "1 dim"]
+    positions: Float[Array, "tokens dim"]
+    blocks: list[ViTBlock]
     norm: eqx.nn.LayerNorm
     head: eqx.nn.Linear
 
@@ -751,8 +741,7 @@ class PlainViT(eqx.Module):
         self.stem = eqx.nn.Conv2d(3, dim, patch, patch, key=key_stem)
         self.token = jnp.zeros((1, dim))
         self.positions = jnp.zeros((1 + (config.image_size // patch) ** 2, dim))
-        make = partial(TransformerBlock, dim, config.heads, eps=1e-6, activation=exact_gelu)
-        self.blocks = [make(key=key) for key in jax.random.split(key_blocks, config.depth)]
+        self.blocks = [ViTBlock(dim, config.heads, key=key) for key in jax.random.split(key_blocks, config.depth)]
         self.norm = eqx.nn.LayerNorm(dim, eps=1e-6)
         self.head = eqx.nn.Linear(dim, config.num_classes, key=key_head)
 

@@ -142,16 +142,50 @@ def test_what_cannot_work_is_said_in_a_sentence(tmp_path, arguments, says):
         SCRIPT.check(replace(OPTIONS, **arguments | files))
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/benchmark.py", *arguments]
+def test_such_a_sentence_ends_the_run_with_another_code_than_a_regression(capsys):
+    assert SCRIPT.main(replace(OPTIONS, rounds=0)) == 2
+    assert capsys.readouterr().err == "benchmark: --rounds is 0; give at least 1\n"
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_model_that_torchs_side_does_not_have_is_said_and_nothing_computed():
-    done = run("--models", "resnet50", "mlp")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("benchmark: --models mlp: torch's side has timm's models")
+SIDES = """
+import os
+from tests.scripts import load_script
+
+script = load_script("benchmark")
+
+def work(parameters):
+    return script.Work({"sleep": lambda: None}, {"parameters": parameters})
+
+def fail():
+    raise NotImplementedError("no compiler\\nand more")
+
+sides = {"eqzoo": lambda: work(7), "a": fail, "b": lambda: os._exit(1), "c": lambda: work(8), "torch": lambda: work(7)}
+with script.started(sides) as pipes:
+    for _ in range(3):
+        script.ask(pipes["torch"], "turn")
+    print(list(pipes), len(script.ask(pipes["torch"], "end")["wall"]["sleep"]))
+"""
+
+
+def test_sides_that_fail_or_die_or_differ_are_left_out_with_a_line_each():
+    done = python("-c", SIDES)
+    assert done.stdout == "['eqzoo', 'torch'] 3\n"
+    assert done.stderr.splitlines() == [
+        "a is left out: NotImplementedError: no compiler",
+        "b is left out: its process died; is there enough memory?",
+        "c is left out: its model has 8 parameters, and eqzoo's 7",
+    ]
+
+
+def test_a_model_that_torchs_side_does_not_have_is_said():
+    with pytest.raises(ValueError, match="--models mlp: torch's side has timm's models and GPT-2"):
+        SCRIPT.load_torch(["resnet50", "gpt2", "mlp"])
 
 
 def test_a_quick_run_has_all_rows_and_notices_that_it_was_faster_before(tmp_path):
@@ -159,8 +193,8 @@ def test_a_quick_run_has_all_rows_and_notices_that_it_was_faster_before(tmp_path
     sizes = replace(SCRIPT.Options(), **SCRIPT.QUICK, quick=True).sizes
     (tmp_path / "before.json").write_text(json.dumps({"sizes": sizes, "groups": {"gpt2": faster}}))
     files = {name: str(tmp_path / name) for name in ("figures.json", "before.json", "ratios.png")}
-    done = run(
-        *("--quick", "--json", files["figures.json"], "--against", files["before.json"]),
+    done = python(
+        *("scripts/benchmark.py", "--quick", "--json", files["figures.json"], "--against", files["before.json"]),
         *("--picture", files["ratios.png"]),
     )
     assert done.returncode == 1, done.stderr
