@@ -157,7 +157,7 @@ def check(options: Options) -> Figures | None:
 def read(file: Path, options: Options) -> Figures:
     try:
         before = json.loads(file.read_text())
-        sizes, names = before["sizes"], before["groups"].keys()
+        sizes, names = before["sizes"], before["groups"].keys() & before["noise"].keys()
     except OSError as error:
         raise ValueError(f"--against {file} can't be read: {error.strerror}; write such a file with --json") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -396,8 +396,14 @@ def measure(options: Options, *, with_torch: bool) -> Figures:
                         ask(pipe, "turn")
                 results["groups"][group] = {name: ask(pipe, "end") for name, pipe in pipes.items()}
         figures = ask(machine["machine"], "end")
-    results["bandwidth"] = figures["bytes"] / min(figures["wall"]["read"])
-    results["multiplying"] = 2 * SQUARE**3 / min(figures["wall"]["multiply"])
+    read, multiply = figures["wall"]["read"], figures["wall"]["multiply"]
+    results["bandwidth"] = figures["bytes"] / min(read)
+    results["multiplying"] = 2 * SQUARE**3 / min(multiply)
+    # How much slower the machine itself was while a group was measured.
+    results["noise"] = {}
+    for number, group in enumerate(groups):
+        then = slice(number * options.rounds, (number + 1) * options.rounds)
+        results["noise"][group] = max(statistics.median(each[then]) / min(each) - 1 for each in (read, multiply))
     return results
 
 
@@ -515,18 +521,20 @@ def models_of(results: Figures) -> Figures:
 
 
 def regressions(results: Figures, before: Figures) -> list[str]:
-    """Ratios to the sides that both runs have that are lower by more than noise: how far the middle round is from the
-    best one, added up over both sides and both runs."""
+    """Ratios to torch's best of the sides that both runs have that are lower by more than noise: how far the middle
+    round is from the best one, added up over both sides, the machine, and both runs."""
     found = []
     for name in [name for name in results["groups"] if name in before["groups"]]:
         groups = [results["groups"][name], before["groups"][name]]
-        others = [side for side in groups[0] if side in groups[1] and side != "eqzoo"]
+        common = [side for side in groups[0] if side in groups[1] and side != "eqzoo"]
+        others = [side for side in common if side != PLAIN] or common
         for kind, task in [(each, task) for each in LEAST_NOISE for task in groups[0]["eqzoo"][each]]:
             now, then = (ratio(group, others, task, kind) for group in groups)
             if now is None or then is None:
                 continue
             rounds = [least(group, names, task, kind) for group in groups for names in (["eqzoo"], others)]
             noise = sum(statistics.median(each) / min(each) - 1 for each in rounds)
+            noise += (results["noise"][name] + before["noise"][name]) * (kind == "wall")
             if now < then / (1 + max(LEAST_NOISE[kind], noise)):
                 what = task if kind == "wall" else "memory"
                 found.append(f"{name}, {what}: ratio {now:.2f}, was {then:.2f} (noise {noise:.0%})")

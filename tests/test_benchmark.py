@@ -29,9 +29,10 @@ def side(train: float, peak: int, *, forward: float = 1.0, noise: float = 0.02) 
     return {"wall": seconds, "cpu": seconds, "peak": {"train": [peak]}}
 
 
-def figures(eqzoo: dict, **more: dict) -> dict:
+def figures(eqzoo: dict, *, machine_noise: float = 0.0, **more: dict) -> dict:
     torch = {"torch": side(2.0, 100), "torch channels_last": side(1.0, 90)}
-    return {"sizes": OPTIONS.sizes, "groups": {"resnet50": {"eqzoo": eqzoo, **torch, **more}}}
+    groups = {"resnet50": {"eqzoo": eqzoo, **torch, **more}}
+    return {"sizes": OPTIONS.sizes, "noise": {"resnet50": machine_noise}, "groups": groups}
 
 
 def test_a_ratio_is_of_torchs_best():
@@ -65,9 +66,25 @@ def test_only_what_is_worse_by_more_than_noise_is_a_regression(now, worse):
     assert [line.split(":")[0] for line in found] == [f"resnet50, {task}" for task in worse]
 
 
+def test_a_slow_machine_is_noise():
+    slow = figures(side(1.2, 100), machine_noise=0.3)
+    assert SCRIPT.regressions(slow, figures(side(1.0, 100))) == []
+    assert SCRIPT.regressions(figures(side(1.2, 100)), figures(side(1.0, 100))) != []
+
+
 def test_a_side_that_only_one_run_has_does_not_count():
     compiled = {"torch.compile": side(0.1, 10, forward=0.1)}
     assert SCRIPT.regressions(figures(side(1.0, 100), **compiled), figures(side(1.0, 100))) == []
+
+
+def test_plain_equinox_counts_where_there_is_no_torch():
+    def without_torch(seconds: float) -> dict:
+        groups = {"resnet50": {"eqzoo": side(seconds, 100), SCRIPT.PLAIN: side(1.0, 100)}}
+        return {"noise": {"resnet50": 0.0}, "groups": groups}
+
+    plain = {SCRIPT.PLAIN: side(0.5, 100)}
+    assert SCRIPT.regressions(figures(side(1.0, 100), **plain), figures(side(1.0, 100), **plain)) == []
+    assert SCRIPT.regressions(without_torch(1.2), without_torch(1.0)) != []
 
 
 @pytest.mark.parametrize(
@@ -191,7 +208,9 @@ def test_a_model_that_torchs_side_does_not_have_is_said():
 def test_a_quick_run_has_all_rows_and_notices_that_it_was_faster_before(tmp_path):
     faster = {"eqzoo": side(1e-9, 10**12, forward=1e-9), "torch": side(1.0, 1)}
     sizes = replace(SCRIPT.Options(), **SCRIPT.QUICK, quick=True).sizes
-    (tmp_path / "before.json").write_text(json.dumps({"sizes": sizes, "groups": {"gpt2": faster}}))
+    (tmp_path / "before.json").write_text(
+        json.dumps({"sizes": sizes, "noise": {"gpt2": 0.0}, "groups": {"gpt2": faster}})
+    )
     files = {name: str(tmp_path / name) for name in ("figures.json", "before.json", "ratios.png")}
     done = python(
         *("scripts/benchmark.py", "--quick", "--json", files["figures.json"], "--against", files["before.json"]),
