@@ -524,8 +524,11 @@ def regressions(results: Figures, before: Figures) -> list[str]:
     """Ratios to torch's best of the sides that both runs have that are lower by more than noise: how far the middle
     round is from the best one, added up over both sides, the machine, and both runs."""
     found = []
-    for name in [name for name in results["groups"] if name in before["groups"]]:
-        groups = [results["groups"][name], before["groups"][name]]
+    for name, group in results["groups"].items():
+        old = before["groups"].get(name)
+        if old is None or old["eqzoo"].get("tokens") != group["eqzoo"].get("tokens"):
+            continue
+        groups = [group, old]
         common = [side for side in groups[0] if side in groups[1] and side != "eqzoo"]
         others = [side for side in common if side != PLAIN] or common
         for kind, task in [(each, task) for each in LEAST_NOISE for task in groups[0]["eqzoo"][each]]:

@@ -77,13 +77,23 @@ def test_a_side_that_only_one_run_has_does_not_count():
     assert SCRIPT.regressions(figures(side(1.0, 100), **compiled), figures(side(1.0, 100))) == []
 
 
+def test_decoding_other_numbers_of_tokens_is_not_compared():
+    def decoding(seconds: float, tokens: int) -> dict:
+        ours = {"wall": {"int8": [seconds]}, "peak": {}, "tokens": tokens}
+        theirs = {"wall": {"float32": [1.0]}, "peak": {}}
+        return {"noise": {"decoding": 0.0}, "groups": {"decoding": {"eqzoo": ours, "torch": theirs}}}
+
+    assert SCRIPT.regressions(decoding(2.0, 4), decoding(1.0, 8)) == []
+    assert SCRIPT.regressions(decoding(2.0, 8), decoding(1.0, 8)) == ["decoding, int8: ratio 0.50, was 1.00 (noise 0%)"]
+
+
 def test_plain_equinox_counts_where_there_is_no_torch():
     def without_torch(seconds: float) -> dict:
         groups = {"resnet50": {"eqzoo": side(seconds, 100), SCRIPT.PLAIN: side(1.0, 100)}}
         return {"noise": {"resnet50": 0.0}, "groups": groups}
 
-    plain = {SCRIPT.PLAIN: side(0.5, 100)}
-    assert SCRIPT.regressions(figures(side(1.0, 100), **plain), figures(side(1.0, 100), **plain)) == []
+    plain, faster = ({SCRIPT.PLAIN: side(seconds, 100, forward=seconds)} for seconds in (0.5, 0.4))
+    assert SCRIPT.regressions(figures(side(1.0, 100), **faster), figures(side(1.0, 100), **plain)) == []
     assert SCRIPT.regressions(without_torch(1.2), without_torch(1.0)) != []
 
 
