@@ -118,7 +118,7 @@ def main(options: Options) -> int:
     except (ValueError, RuntimeError) as error:
         print(f"benchmark: {error}", file=sys.stderr)
         return 2
-    console = Console(width=120)
+    console = Console(width=120, highlight=False)
     console.print(speed_table(results))
     if options.decode:
         console.print(decode_table(results))
@@ -381,6 +381,7 @@ def measure(options: Options, *, with_torch: bool) -> Figures:
     libraries = ("jax", "equinox", *("torch", "timm", "transformers")[: 3 * with_torch])
     results = {"sizes": options.sizes, "versions": {name: version(name) for name in libraries}, "groups": {}}
     jax.config.update("jax_enable_compilation_cache", False)  # compilation is measured
+    jax.config.update("jax_disable_most_optimizations", options.quick)
     with started({"machine": partial(machine_work, options)}) as machine:
         # Where JAX has an accelerator, torch would still compute on the CPU.
         with_torch = with_torch and ask(machine["machine"], "figures")["backend"] == "cpu"
