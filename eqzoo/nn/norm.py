@@ -194,26 +194,34 @@ def _batch_mean(x: Float[Array, "*axes channels"]) -> Float[Array, " channels"]:
     return jax.lax.pmean(jnp.mean(x, tuple(range(x.ndim - 1))), "batch")
 
 
+def _batch_statistics(x: Float[Array, "*axes channels"]) -> tuple[Float[Array, " channels"], Float[Array, " channels"]]:
+    """Mean and biased variance."""
+    # In two passes: `E[x^2] - E[x]^2` is off by 1e-5 where a channel's mean is ten times its deviation.
+    mean = checkpoint_name(_batch_mean(x), KEPT)
+    return mean, checkpoint_name(_batch_mean((x - mean) ** 2), KEPT)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _batch_normalise(
     x: Float[Array, "*axes channels"], weight: Float[Array, " channels"], bias: Float[Array, " channels"], eps: float
 ) -> tuple[Float[Array, "*axes channels"], Float[Array, " channels"], Float[Array, " channels"]]:
-    """The normalised batch, its mean and its biased variance."""
-    # In two passes: `E[x^2] - E[x]^2` is off by 1e-5 where a channel's mean is ten times its deviation.
-    mean = checkpoint_name(_batch_mean(x), KEPT)
-    var = checkpoint_name(_batch_mean((x - mean) ** 2), KEPT)
+    """The normalised batch, and its statistics."""
+    mean, var = _batch_statistics(x)
     scale = jax.lax.rsqrt(var + eps) * weight
     return x * scale + (bias - mean * scale), mean, var
 
 
 @_batch_normalise.defjvp
-def _batch_normalise_jvp(eps: float, primals: tuple[Array, ...], tangents: tuple[Array, ...]):
+def _batch_normalise_jvp(
+    eps: float, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     # As short as can be, and so that its transpose sums over the batch twice, not five times as autodiff's.
-    x, weight, _ = primals
+    x, weight, bias = primals
     dx, dweight, dbias = tangents
-    y, mean, var = _batch_normalise(*primals, eps)
+    mean, var = _batch_statistics(x)
     factor = jax.lax.rsqrt(var + eps)
     scale, normal = factor * weight, (x - mean) * factor
     dmean, dalong = _batch_mean(dx), _batch_mean(normal * dx)
+    y = x * scale + (bias - mean * scale)
     dy = scale * dx + (dbias - scale * dmean) + normal * (dweight - scale * dalong)
     return (y, mean, var), (dy, dmean, 2 * dalong / factor)

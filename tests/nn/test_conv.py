@@ -198,6 +198,15 @@ def test_empty_batches(channels):
     assert per_example.shape == (0, *w.shape)
 
 
+@pytest.mark.parametrize("number", [jnp.inf, jnp.nan, 0.0])
+def test_depthwise_whatever_the_first_numbers_are(number):
+    """The branch that keeps XLA from fusing is taken whatever it looks at, in each of the three forms."""
+    x, w, y, geometry = operands("depthwise")
+    x, w, y = (array.at[0, 0, 0, 0].set(number) for array in (x, w, y))
+    for got, want in zip(all_three(x, w, y, geometry, ""), all_three(x, w, y, geometry, "lax_"), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_eager_and_jit_agree():
     x, w, y, geometry = operands("groups2")
     assert_close(all_three(x, w, y, geometry, ""), jax.jit(lambda *a: all_three(*a, geometry, ""))(x, w, y))

@@ -1,5 +1,7 @@
 """A stack equals its layers run one by one, in every mode, at a program size that doesn't grow with depth."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -345,6 +347,27 @@ def test_the_backward_pass_draws_no_branch_again(remat, drawn):
     gradient = jax.grad(lambda x, key: jnp.sum(stack(x, key=key)))
     program = str(jax.make_jaxpr(gradient)(jnp.ones(DIM), jax.random.key(1)))
     assert program.count("random_bits") == drawn
+
+
+@pytest.mark.parametrize(("remat", "means"), [(False, 4), (True, 6)])
+def test_the_backward_pass_takes_no_batch_statistics_again(remat, means):
+    """Two sums over the batch forward, two backward."""
+
+    class Normed(eqx.Module):
+        linear: nn.Linear
+        norm: nn.BatchNorm
+
+        def __call__(self, x, state, *, key):
+            return self.norm(self.linear(x), state)
+
+    make = lambda key: Normed(nn.Linear(DIM, DIM, key=key), nn.BatchNorm(DIM))
+    stack, state = eqx.nn.make_with_state(nn.Stack)(make, DEPTH, key=jax.random.key(0))
+    run = jax.vmap(
+        nn.scan_options(stack, remat=remat).with_state, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+    )
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(run(x, state)[0] ** 3)))
+    program = gradient.lower(jnp.ones((3, DIM))).as_text()
+    assert len(re.findall(r"stablehlo.reduce\(.*dimensions = \[0\] : \(tensor<3x", program)) == means
 
 
 class Shifted(eqx.Module):
