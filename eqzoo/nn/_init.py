@@ -65,7 +65,7 @@ def _scaled_draw(sampler: Sampler, key: PRNGKeyArray, shape: Sequence[int], scal
 
 def constant(size: int, value: float) -> Float[Array, " size"]:
     """`size` times the same number; eagerly, `jnp.full` would compile a program for each size."""
-    return jax.device_put(np.full(size, value, np.float32))
+    return jax.device_put(np.broadcast_to(np.float32(value), size))  # which takes no memory until it is computed with
 
 
 def is_traced(key: Shaped[Array, "..."]) -> bool:

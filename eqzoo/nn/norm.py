@@ -156,24 +156,24 @@ class BatchNorm(eqx.Module):
         self, x: Float[Array, "*axes channels"], state: eqx.nn.State
     ) -> tuple[Float[Array, "*axes channels"], eqx.nn.State]:
         running = state.get(self.running)
-        wide, weight, bias = map(at_least_float32, (x, self.weight, self.bias))
         if self.inference:
-            scale = jax.lax.rsqrt(at_least_float32(running.var) + self.eps) * weight
-            y = wide * scale + (bias - at_least_float32(running.mean) * scale)
+            mean, var = at_least_float32(running.mean), at_least_float32(running.var)
         else:
-            size = _batch_size(x)
-            y, mean, var = _batch_normalise(wide, weight, bias, self.eps)
+            mean, var, size = _batch_statistics(x)
             unbiased = var * (size / (size - 1))
             stats = RunningStats(self._moved(running.mean, mean), self._moved(running.var, unbiased), running.count + 1)
             state = state.set(self.running, stats)
-        return y.astype(x.dtype), state
+        scale = jax.lax.rsqrt(var + self.eps) * self.weight
+        return (x * scale + (self.bias - mean * scale)).astype(x.dtype), state
 
     def _moved(self, old: Float[Array, " channels"], new: Float[Array, " channels"]) -> Float[Array, " channels"]:
         return (old + self.momentum * (jax.lax.stop_gradient(new) - old)).astype(old.dtype)
 
 
-def _batch_size(x: Float[Array, "*axes channels"]) -> int:
-    """The number of values behind each mean."""
+def _batch_statistics(
+    x: Float[Array, "*axes channels"],
+) -> tuple[Float[Array, " channels"], Float[Array, " channels"], int]:
+    """Mean, biased variance, and the number of values behind each."""
     try:
         batch = jax.lax.axis_size("batch")
     except NameError as error:
@@ -187,41 +187,9 @@ def _batch_size(x: Float[Array, "*axes channels"]) -> int:
             "BatchNorm in training mode got one value per channel, whose variance is undefined: "
             "use a larger batch or image, or `eqx.nn.inference_mode(model)`"
         )
-    return size
-
-
-def _batch_mean(x: Float[Array, "*axes channels"]) -> Float[Array, " channels"]:
-    return jax.lax.pmean(jnp.mean(x, tuple(range(x.ndim - 1))), "batch")
-
-
-def _batch_statistics(x: Float[Array, "*axes channels"]) -> tuple[Float[Array, " channels"], Float[Array, " channels"]]:
-    """Mean and biased variance."""
+    wide = at_least_float32(x)
+    axes = tuple(range(x.ndim - 1))
     # In two passes: `E[x^2] - E[x]^2` is off by 1e-5 where a channel's mean is ten times its deviation.
-    mean = checkpoint_name(_batch_mean(x), KEPT)
-    return mean, checkpoint_name(_batch_mean((x - mean) ** 2), KEPT)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _batch_normalise(
-    x: Float[Array, "*axes channels"], weight: Float[Array, " channels"], bias: Float[Array, " channels"], eps: float
-) -> tuple[Float[Array, "*axes channels"], Float[Array, " channels"], Float[Array, " channels"]]:
-    """The normalised batch, and its statistics."""
-    mean, var = _batch_statistics(x)
-    scale = jax.lax.rsqrt(var + eps) * weight
-    return x * scale + (bias - mean * scale), mean, var
-
-
-@_batch_normalise.defjvp
-def _batch_normalise_jvp(
-    eps: float, primals: tuple[Array, ...], tangents: tuple[Array, ...]
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    # As short as can be, and so that its transpose sums over the batch twice, not five times as autodiff's.
-    x, weight, bias = primals
-    dx, dweight, dbias = tangents
-    mean, var = _batch_statistics(x)
-    factor = jax.lax.rsqrt(var + eps)
-    scale, normal = factor * weight, (x - mean) * factor
-    dmean, dalong = _batch_mean(dx), _batch_mean(normal * dx)
-    y = x * scale + (bias - mean * scale)
-    dy = scale * dx + (dbias - scale * dmean) + normal * (dweight - scale * dalong)
-    return (y, mean, var), (dy, dmean, 2 * dalong / factor)
+    mean = checkpoint_name(jax.lax.pmean(jnp.mean(wide, axes), "batch"), KEPT)
+    var = checkpoint_name(jax.lax.pmean(jnp.mean((wide - mean) ** 2, axes), "batch"), KEPT)
+    return mean, var, size
