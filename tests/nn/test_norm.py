@@ -363,3 +363,17 @@ def test_a_norm_over_groups_is_a_norm_of_each():
     assert_close(eqx.filter_jit(layer)(x), np.asarray(each * layer.weight))
     with pytest.raises(ValueError, match="RMSNorm: dim=12 is not a multiple of groups=5; choose a divisor"):
         nn.RMSNorm(DIM, groups=5)
+
+
+def test_batch_norm_of_a_compiled_batch_has_derivatives():
+    """Those are taken after `vmap` is done, where nothing names a batch."""
+    layer, state = eqx.nn.make_with_state(nn.BatchNorm)(DIM)
+    xs, direction = array(torch.randn(2, 4, DIM))
+
+    @jax.jit
+    def loss(xs):
+        call = lambda x: layer(x, jax.tree.map(lambda leaf: leaf, state))
+        return jnp.sum(jax.vmap(call, axis_name="batch", out_axes=(0, None))(xs)[0] ** 3)
+
+    assert_close(jax.grad(loss)(xs), jax.grad(loss.__wrapped__)(xs), 1e-6)
+    assert_close(jax.jvp(loss, (xs,), (direction,))[1], jnp.vdot(jax.grad(loss)(xs), direction), 1e-4)
