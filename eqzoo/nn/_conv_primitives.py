@@ -197,32 +197,39 @@ def lax_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
     return jax.linear_transpose(lambda w: lax_conv(x, w, geometry=geometry), w)(y)[0]
 
 
-# Everywhere, 1x1: a product of matrices, with one row for each pixel of all images. The weight's gradient, written as a
-# product over images, rows and columns, would have XLA's CPU backend transpose an image, which takes far longer.
+# Everywhere, 1x1: a product of matrices for each group, with one row for each pixel of all images. The weight's
+# gradient, written as a product over images, rows and columns, would have XLA's CPU backend transpose an image, which
+# takes far longer.
 
 
 def _is_product(geometry: Geometry) -> bool:
-    return geometry == Geometry(geometry.size, (1, 1))
+    return geometry == Geometry(geometry.size, (1, 1), groups=geometry.groups)
 
 
-def _rows(array: Array) -> Array:
-    return array.reshape(-1, array.shape[3])
+def _rows(array: Array, groups: int) -> Array:
+    """(groups pixels channels)"""
+    return array.reshape(-1, groups, array.shape[3] // groups).swapaxes(0, 1)
+
+
+def _pixels(rows: Array, images: Shape) -> Array:
+    return rows.swapaxes(0, 1).reshape(*images, rows.shape[0] * rows.shape[2])
 
 
 def product_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
-    return (_rows(x) @ w[:, :, 0, 0].T).reshape(*x.shape[:3], w.shape[0])
+    w = _split(w[:, :, 0, 0], 0, geometry.groups)
+    return _pixels(_rows(x, geometry.groups) @ w.mT, x.shape[:3])
 
 
 def product_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
-    return (_rows(y) @ w[:, :, 0, 0]).reshape(*y.shape[:3], w.shape[1])
+    w = _split(w[:, :, 0, 0], 0, geometry.groups)
+    return _pixels(_rows(y, geometry.groups) @ w, y.shape[:3])
 
 
 def product_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
-    x, y = _rows(x), _rows(y)
-    if x.shape[1] < y.shape[1]:
-        # XLA's CPU backend transposes what stands on the left: let it be the smaller one. The barrier keeps it there.
-        return lax.optimization_barrier(x.T @ y).T[:, :, None, None]
-    return (y.T @ x)[:, :, None, None]
+    x, y = _rows(x, geometry.groups), _rows(y, geometry.groups)
+    # XLA's CPU backend transposes what stands on the left: let it be the smaller one. The barrier keeps it there.
+    w = lax.optimization_barrier(x.mT @ y).mT if x.shape[2] < y.shape[2] else y.mT @ x
+    return _merge(w, 0)[:, :, None, None]
 
 
 def _or_product(convolution: Callable[..., Array], product: Callable[..., Array]) -> Callable[..., Array]:
@@ -421,9 +428,9 @@ def _on_cpu(names: str, dense: Callable[..., Array], depthwise: Callable[..., Ar
     return lowering
 
 
-cpu_conv = _on_cpu("xwy", _or_product(dense_conv, product_conv), depthwise_conv)
-cpu_conv_dx = _on_cpu("ywx", _or_product(dense_conv_dx, product_conv_dx), depthwise_conv_dx)
-cpu_conv_dw = _on_cpu("xyw", _or_product(dense_conv_dw, product_conv_dw), depthwise_conv_dw)
+cpu_conv = _or_product(_on_cpu("xwy", dense_conv, depthwise_conv), product_conv)
+cpu_conv_dx = _or_product(_on_cpu("ywx", dense_conv_dx, depthwise_conv_dx), product_conv_dx)
+cpu_conv_dw = _or_product(_on_cpu("xyw", dense_conv_dw, depthwise_conv_dw), product_conv_dw)
 
 
 # The primitives
