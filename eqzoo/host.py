@@ -1,8 +1,9 @@
 """Settings of the process, which have to be there when it starts.
 
 On a CPU, the memory of one step goes back to the system at its end, and the next step gets it anew, page by page, each
-filled with zeros. Under the settings below glibc keeps it, in large pages. And XLA takes vectors half as wide as
-processors with AVX-512 have, if it isn't told to take whole ones.
+filled with zeros. Under the settings below glibc keeps it, in large pages, if the program's first thread asks for it:
+so that is where the computations start. And XLA takes vectors half as wide as processors with AVX-512 have, if it isn't
+told to take whole ones.
 """
 
 import importlib.metadata
@@ -12,6 +13,8 @@ import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+import jax
 
 MEMORY = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
 VECTORS = "--xla_cpu_prefer_vector_width"
@@ -30,6 +33,8 @@ def tune() -> None:
         main()
     ```
     """
+    if os.environ.get("EQZOO_HOST") == "tuned":
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     if not _should_restart(os.environ):
         return
     settings = {"GLIBC_TUNABLES": MEMORY, "XLA_FLAGS": _flags(os.environ.get("XLA_FLAGS", ""), _processor())}

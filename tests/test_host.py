@@ -12,11 +12,13 @@ from eqzoo import host
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import os, sys
+import jax
 from eqzoo import host
 if __name__ == "__main__":
     print("before")
     host.tune()
     print(sys.flags.utf8_mode, sys.argv[1:], os.environ.get("GLIBC_TUNABLES"))
+    print("async", jax.config.read("jax_cpu_enable_async_dispatch"))
 """
 ON_LINUX = pytest.mark.skipif(not host._has_glibc(), reason="the settings are glibc's")
 
@@ -48,6 +50,7 @@ def test_a_program_starts_again_once_with_its_own_arguments(program, start):
         "before",
         "before",
         f"1 ['--name', 'two words', ''] {host.MEMORY}",
+        "async False",
     ]
     assert done.stderr.count("eqzoo: started again with") == 1
 
@@ -55,6 +58,7 @@ def test_a_program_starts_again_once_with_its_own_arguments(program, start):
 def test_a_program_stays_as_it_is_where_the_environment_says_so(program):
     done = run("program.py", folder=program, EQZOO_HOST="off")
     assert done.stdout.count("before") == 1
+    assert "async True" in done.stdout
     assert done.stderr == ""
 
 

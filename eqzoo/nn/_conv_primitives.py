@@ -34,6 +34,8 @@ from eqzoo.nn._precision import at_least_float32
 Pair = tuple[int, int]
 Shape = tuple[int, ...]
 AXES = (0, 1)
+CACHE = 2**18  # numbers that one core keeps close, at least
+FEW = 32  # inputs behind one output
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,10 @@ LAYOUT = {"x": "nhwgi", "w": "goikl", "y": "nhwgo"}
 JOINED = {frozenset("xy"): "n", frozenset("wy"): "o", frozenset("xw"): "i", frozenset("xwy"): "g"}
 
 
+def _group_axis(name: str) -> int:
+    return LAYOUT[name].index("g")
+
+
 def _split(array: Array, axis: int, outer: int) -> Array:
     shape = array.shape
     return array.reshape(*shape[:axis], outer, shape[axis] // outer, *shape[axis + 1 :])
@@ -137,13 +143,13 @@ def _merge(array: Array, axis: int) -> Array:
 
 def _join(array: Array, name: str, joined: str, groups: int) -> Array:
     """Merges the leading batch axis of an array of `groups` groups into the axis `joined`."""
-    group_axis, axis = LAYOUT[name].index("g"), LAYOUT[name].index(joined)
+    group_axis, axis = _group_axis(name), LAYOUT[name].index(joined)
     array = _split(array, 1 + group_axis, groups)
     return _merge(_merge(jnp.moveaxis(array, 0, axis), axis), group_axis)
 
 
 def _unjoin(array: Array, name: str, joined: str, groups: int, batch: int) -> Array:
-    group_axis, axis = LAYOUT[name].index("g"), LAYOUT[name].index(joined)
+    group_axis, axis = _group_axis(name), LAYOUT[name].index(joined)
     array = _split(array, group_axis, groups * batch if joined == "g" else groups)
     return _merge(jnp.moveaxis(_split(array, axis, batch), axis, 0), 1 + group_axis)
 
@@ -207,29 +213,36 @@ def _is_product(geometry: Geometry) -> bool:
 
 
 def _rows(array: Array, groups: int) -> Array:
-    """(groups pixels channels)"""
+    """(pixels channels), or of several groups (groups pixels channels)"""
+    if groups == 1:
+        return array.reshape(-1, array.shape[3])
     return array.reshape(-1, groups, array.shape[3] // groups).swapaxes(0, 1)
 
 
-def _pixels(rows: Array, images: Shape) -> Array:
-    return rows.swapaxes(0, 1).reshape(*images, rows.shape[0] * rows.shape[2])
+def _pixels(rows: Array, images: Shape, groups: int) -> Array:
+    return (rows if groups == 1 else rows.swapaxes(0, 1)).reshape(*images, groups * rows.shape[-1])
+
+
+def _matrices(w: Array, groups: int) -> Array:
+    return w[:, :, 0, 0] if groups == 1 else _split(w[:, :, 0, 0], 0, groups)
 
 
 def product_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
-    w = _split(w[:, :, 0, 0], 0, geometry.groups)
-    return _pixels(_rows(x, geometry.groups) @ w.mT, x.shape[:3])
+    groups = geometry.groups
+    return _pixels(_rows(x, groups) @ _matrices(w, groups).mT, x.shape[:3], groups)
 
 
 def product_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
-    w = _split(w[:, :, 0, 0], 0, geometry.groups)
-    return _pixels(_rows(y, geometry.groups) @ w, y.shape[:3])
+    groups = geometry.groups
+    return _pixels(_rows(y, groups) @ _matrices(w, groups), y.shape[:3], groups)
 
 
 def product_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
-    x, y = _rows(x, geometry.groups), _rows(y, geometry.groups)
+    groups = geometry.groups
+    x, y = _rows(x, groups), _rows(y, groups)
     # XLA's CPU backend transposes what stands on the left: let it be the smaller one. The barrier keeps it there.
-    w = lax.optimization_barrier(x.mT @ y).mT if x.shape[2] < y.shape[2] else y.mT @ x
-    return _merge(w, 0)[:, :, None, None]
+    w = lax.optimization_barrier(x.mT @ y).mT if x.shape[-1] < y.shape[-1] else y.mT @ x
+    return w.reshape(-1, w.shape[-1], 1, 1)
 
 
 def _or_product(convolution: Callable[..., Array], product: Callable[..., Array]) -> Callable[..., Array]:
@@ -248,6 +261,26 @@ def _fast_conv(
     return lax.conv_general_dilated(x, w, stride, padding, x_dilation, w_dilation, ("NHWC", "HWIO", "NHWC"))
 
 
+def _narrow_conv(
+    x: Array, w: Array, stride: Shape, padding: Sequence[Pair], x_dilation: Shape, w_dilation: Shape
+) -> Array:
+    """As `_fast_conv`, with the images side by side where that gives more threads than one something to do.
+
+    Each of its threads computes tiles of one row of pixels and of up to 64 channels, which are one tile if the image
+    is small and the channels are few.
+    """
+    images, _, width, channels = x.shape
+    if w.shape[3] > 64 or x_dilation != (1, 1) or images * width < 256:
+        return _fast_conv(x, w, stride, padding, x_dilation, w_dilation)
+    reach, (low, high) = w_dilation[1] * (w.shape[1] - 1), padding[1]
+    columns = -(-(width + low + high) // stride[1])
+    x = _pad(x, [padding[0], (low, columns * stride[1] - width - low)])
+    x = x.swapaxes(0, 1).reshape(1, -1, images * columns * stride[1], channels)
+    y = _fast_conv(x, w, stride, [(0, 0), (0, reach)], (1, 1), w_dilation)
+    y = y.reshape(-1, images, columns, w.shape[3]).swapaxes(0, 1)
+    return y[:, :, : (width + low + high - reach - 1) // stride[1] + 1]
+
+
 def _is_tiny(geometry: Geometry) -> bool:
     """An image smaller than the window, as in the last stages of a network on small images: no fast kernel takes it."""
     return any(geometry.size[axis] <= geometry.reach[axis] for axis in AXES)
@@ -263,10 +296,23 @@ def _matmul_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
     return reduce(add, products)
 
 
+def _windows(x: Array, geometry: Geometry) -> Array:
+    """(n oh ow (kh kw i))"""
+    x, (rows, columns) = _pad(x, geometry.padding), geometry.dilation
+    taps = [
+        _slice(x, (i * rows, j * columns), geometry.out_size, geometry.stride)
+        for i in range(geometry.kernel[0])
+        for j in range(geometry.kernel[1])
+    ]
+    return jnp.concatenate(taps, 3)
+
+
 def dense_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
     if _is_tiny(geometry):
         return _matmul_conv(x, w, geometry=geometry)
-    return _fast_conv(x, w.transpose(2, 3, 1, 0), geometry.stride, geometry.padding, (1, 1), geometry.dilation)
+    if w[0].size <= FEW:  # a network's first layer: cheap to lay out, and then a product
+        return _windows(x, geometry) @ w.transpose(2, 3, 1, 0).reshape(-1, w.shape[0])
+    return _narrow_conv(x, w.transpose(2, 3, 1, 0), geometry.stride, geometry.padding, (1, 1), geometry.dilation)
 
 
 def dense_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
@@ -277,10 +323,33 @@ def dense_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
     for axis, (low, _) in enumerate(geometry.padding):
         padding.append((geometry.reach[axis] - low, geometry.size[axis] - 1 + low - geometry.last_start[axis]))
     flipped = w[:, :, ::-1, ::-1].transpose(2, 3, 0, 1)
-    return _fast_conv(y, flipped, (1, 1), padding, geometry.stride, geometry.dilation)
+    return _narrow_conv(y, flipped, (1, 1), padding, geometry.stride, geometry.dilation)
+
+
+def _narrow_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
+    """As `dense_conv_dw`, with columns and channels of x as one row of pixels, and in parts that fit into a cache."""
+    (height, width), (down, right) = geometry.kernel, geometry.stride
+    used = [geometry.last_start[axis] + geometry.reach[axis] + 1 for axis in AXES]
+    x = _pad(x, [(low, used[axis] - geometry.size[axis] - low) for axis, (low, _) in enumerate(geometry.padding)])
+    images, channels, rows = x.shape[0], x.shape[3], y.shape[1]
+    x, y = x.transpose(1, 2, 3, 0).reshape(1, used[0], used[1] * channels, images), y.transpose(1, 2, 0, 3)
+    rows_of_part = -(-rows // _parts(y))
+    parts = []
+    for first in range(0, rows, rows_of_part):
+        part = y[first : first + rows_of_part]
+        seen = x[:, first * down : (first + len(part) - 1) * down + height]
+        parts.append(_fast_conv(seen, part, (1, 1), [(0, 0), (0, 0)], (1, 1), (down, right * channels)))
+    return reduce(add, parts).reshape(height, width, channels, -1).transpose(3, 2, 0, 1)
+
+
+def _parts(y: Array) -> int:
+    return -(-y.size // CACHE)
 
 
 def dense_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
+    inputs = x.shape[3] * geometry.kernel[0] * geometry.kernel[1]
+    if _parts(y) > 1 and y.shape[3] <= 64 and inputs > FEW and geometry.dilation == (1, 1):
+        return _narrow_conv_dw(x, y, geometry=geometry)
     padding = []
     for axis, (low, _) in enumerate(geometry.padding):
         used = geometry.last_start[axis] + geometry.reach[axis] + 1
@@ -414,16 +483,24 @@ def _on_cpu(names: str, dense: Callable[..., Array], depthwise: Callable[..., Ar
         if in_per_group == 1:
             return depthwise(*arrays, geometry=geometry)
         merged = next(m for m in range(max(32 // in_per_group, 1), 0, -1) if groups % m == 0)
+        blocks = groups // merged
+        # The more of them in one turn of the loop, the fewer copies, and the longer it takes to compile.
+        at_once = next(n for n in range(8, 0, -1) if blocks % n == 0)
 
-        def one_block(block: list[Array]) -> Array:
-            block = [_block_diagonal(a, merged) if name == "w" else a for name, a in zip(operands, block, strict=True)]
-            out = dense(*block, geometry=replace(geometry, groups=1))
+        def one_block(*block: Array) -> Array:
+            wide = [_block_diagonal(a, merged) if name == "w" else a for name, a in zip(operands, block, strict=True)]
+            out = dense(*wide, geometry=replace(geometry, groups=1))
             return _diagonal_blocks(out, merged) if result == "w" else out
 
-        blocks = [
-            _unjoin(a, name, "g", merged, batch=groups // merged) for name, a in zip(operands, arrays, strict=True)
+        def some_blocks(arrays: Sequence[Array]) -> Array:
+            cut = [jnp.split(a, at_once, _group_axis(name)) for name, a in zip(operands, arrays, strict=True)]
+            return jnp.concatenate(list(map(one_block, *cut)), _group_axis(result))
+
+        turns = [
+            _unjoin(a, name, "g", merged * at_once, batch=blocks // at_once)
+            for name, a in zip(operands, arrays, strict=True)
         ]
-        return _join(lax.map(one_block, blocks), result, "g", merged)
+        return _join(lax.map(some_blocks, turns), result, "g", merged * at_once)
 
     return lowering
 

@@ -14,9 +14,11 @@ from eqzoo.nn import _conv_primitives as primitives
 from eqzoo.nn._conv_primitives import Geometry, conv, conv_dw, conv_dx
 from eqzoo.nn.conv import Conv2d, conv2d
 
-# dense, grouped, grouped with merged groups left over, depthwise, depthwise with multiplier 2, 1x1, grouped 1x1
+# dense, dense with many inputs, grouped, grouped with merged groups left over, depthwise, depthwise with
+# multiplier 2, 1x1, grouped 1x1
 CHANNELS = {
     "dense": (3, 5, 1),
+    "deep": (8, 5, 1),
     "groups2": (4, 6, 2),
     "groups4": (32, 24, 4),
     "wide": (132, 6, 3),
@@ -63,7 +65,7 @@ def all_three(x, w, y, geometry, prefix):
 
 
 FORMS = [
-    *((channels, options) for channels in ("dense", "groups2", "depthwise") for options in GEOMETRIES),
+    *((channels, options) for channels in ("dense", "deep", "groups2", "depthwise") for options in GEOMETRIES),
     *((channels, options) for channels in ("groups4", "wide", "x2") for options in ("stride2", "crop")),
     *(("product", options) for options in ("plain", "stride2", "dilated", "crop")),
     ("products2", "plain"),
@@ -81,7 +83,36 @@ def test_cpu_forms_equal_lax(channels, options):
     assert_close(*both(x, w, y))
 
 
-KINDS = [("dense", "stride2"), ("groups2", "stride2"), ("depthwise", "stride2"), ("product", "plain")]
+@pytest.mark.parametrize("images", [33, 70])
+@pytest.mark.parametrize("options", GEOMETRIES)
+def test_images_side_by_side_in_parts_equal_lax(options, images, monkeypatch):
+    monkeypatch.setattr(primitives, "CACHE", 2000)
+    x, w, y, geometry = operands("deep", n=images, **GEOMETRIES[options])
+    functions = [
+        jax.jit(lambda *arrays, prefix=prefix: all_three(*arrays, geometry, prefix)) for prefix in ("cpu_", "lax_")
+    ]
+    assert_close(functions[0](x, w, y), functions[1](x, w, y))
+
+
+def test_many_groups_are_a_loop_over_some_of_them():
+    geometry = Geometry((5, 5), (3, 3), padding=((1, 1), (1, 1)), groups=18)
+    x, w, y = normal(0, 2, 5, 5, 18 * 20), normal(1, 18 * 20, 20, 3, 3), normal(2, 2, 5, 5, 18 * 20)
+    program = str(jax.make_jaxpr(lambda x, w: primitives.cpu_conv(x, w, geometry=geometry))(x, w))
+    assert "length=3" in program
+    assert program.count("conv_general_dilated") == 6
+    got, want = (
+        jax.jit(lambda *a, prefix=prefix: all_three(*a, geometry, prefix))(x, w, y) for prefix in ("cpu_", "lax_")
+    )
+    assert_close(got, want)
+
+
+KINDS = [
+    ("dense", "stride2"),
+    ("deep", "stride2"),
+    ("groups2", "stride2"),
+    ("depthwise", "stride2"),
+    ("product", "plain"),
+]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64])
