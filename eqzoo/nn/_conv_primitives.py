@@ -15,9 +15,10 @@ convolutions for accelerators, products for 1x1, and for the CPU one form each f
 convolutions.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any
 
@@ -36,6 +37,7 @@ Shape = tuple[int, ...]
 AXES = (0, 1)
 CACHE = 2**18  # numbers that one core keeps close, at least
 FEW = 32  # inputs behind one output
+MANY = 64  # channels
 
 
 @dataclass(frozen=True)
@@ -252,12 +254,113 @@ def _or_product(convolution: Callable[..., Array], product: Callable[..., Array]
     return lowering
 
 
+# CPU
+
+
+def _pad(x: Array, padding: Sequence[Pair]) -> Array:
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((low, high, 0) for low, high in padding), (0, 0, 0)])
+
+
+def _slice(x: Array, start: Shape, count: Shape, step: Shape) -> Array:
+    stop = [start[axis] + (count[axis] - 1) * step[axis] + 1 for axis in AXES]
+    return lax.slice(x, (0, *start, 0), (x.shape[0], *stop, x.shape[3]), (1, *step, 1))
+
+
+def _seen(padded: Array, geometry: Geometry) -> list[Array]:
+    """For each place of the kernel, the pixels of the padded image that it meets."""
+    rows, columns = geometry.dilation
+    return [
+        _slice(padded, (i * rows, j * columns), geometry.out_size, geometry.stride)
+        for i in range(geometry.kernel[0])
+        for j in range(geometry.kernel[1])
+    ]
+
+
+# CPU, 3x3 of one group with stride 1, by Winograd's F(2x2, 3x3). A tile of four pixels takes 16 products for each pair
+# of channels in place of 36: y = sums @ ((kernel @ w @ kernel.T) * (window @ x @ window.T)) @ sums.T
+
+WINDOW = ((1.0, 0.0, -1.0, 0.0), (0.0, 1.0, 1.0, 0.0), (0.0, -1.0, 1.0, 0.0), (0.0, 1.0, 0.0, -1.0))
+KERNEL = ((1.0, 0.0, 0.0), (0.5, 0.5, 0.5), (0.5, -0.5, 0.5), (0.0, 0.0, 1.0))
+SUMS = ((1.0, 1.0, 1.0, 0.0), (0.0, 1.0, -1.0, -1.0))
+
+Matrix = Sequence[Sequence[float]]
+Square = list[list[Array]]
+
+
+def _is_winograd(image: Array, others: int, geometry: Geometry) -> bool:
+    """Where its additions take less time than it spares, and float32's accuracy is there to lose a little of."""
+    tiles = image.shape[0] * math.prod(_tiles(geometry.out_size))
+    is_large = min(image.shape[3], others) >= MANY and tiles >= 16 and image.dtype.itemsize >= 4
+    return is_large and geometry == Geometry(geometry.size, (3, 3), padding=geometry.padding)
+
+
+def _tiles(size: Shape) -> Shape:
+    return tuple(-(-size[axis] // 2) for axis in AXES)
+
+
+def _places(image: Array, of_tile: int, low: Sequence[int], tiles: Shape) -> Square:
+    """The pixels at each place of square tiles that begin at every second pixel of the padded image."""
+    used = [2 * (tiles[axis] - 1) + of_tile for axis in AXES]
+    image = _pad(image, [(low[axis], used[axis] - image.shape[1 + axis] - low[axis]) for axis in AXES])
+    return [[_slice(image, (i, j), tiles, (2, 2)) for j in range(of_tile)] for i in range(of_tile)]
+
+
+def _transform(matrix: Matrix, square: Square) -> Square:
+    """matrix @ square @ matrix.T"""
+
+    def times(arrays: Sequence[Array]) -> list[Array]:
+        return [reduce(add, (weight * a for weight, a in zip(row, arrays, strict=True) if weight)) for row in matrix]
+
+    return _transpose([times(column) for column in _transpose([times(row) for row in square])])
+
+
+def _transpose(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _products(product: Callable[[Array, Array], Array], a: Square, b: Square) -> Square:
+    return [list(map(product, *rows)) for rows in zip(a, b, strict=True)]
+
+
+def _kernels(w: Array, places: Sequence[int]) -> Square:
+    """(o i) each, as w is laid out: XLA's CPU backend would transpose time and again."""
+    return _transform(KERNEL, [[w[:, :, i, j] for j in places] for i in places])
+
+
+def winograd_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
+    low, size = [low for low, _ in geometry.padding], geometry.out_size
+    windows = _transform(WINDOW, _places(x, 4, low, _tiles(size)))
+    return _sums(_products(lambda x, kernel: x @ kernel.T, windows, _kernels(w, (0, 1, 2))), size)
+
+
+def winograd_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
+    low, size = [2 - low for low, _ in geometry.padding], geometry.size
+    windows = _transform(WINDOW, _places(y, 4, low, _tiles(size)))
+    return _sums(_products(jnp.matmul, windows, _kernels(w, (2, 1, 0))), size)
+
+
+def _sums(products: Square, size: Shape) -> Array:
+    image = jnp.stack([jnp.stack(row, 3) for row in _transform(SUMS, products)], 2)
+    return _merge(_merge(image, 3), 1)[:, : size[0], : size[1]]
+
+
+def winograd_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
+    tiles = _tiles(geometry.out_size)
+    windows = _transform(WINDOW, _places(x, 4, [low for low, _ in geometry.padding], tiles))
+    outputs = _transform(_transpose(SUMS), _places(y, 2, (0, 0), tiles))
+    w = _transform(_transpose(KERNEL), _products(lambda x, y: (_rows(x, 1).T @ _rows(y, 1)).T, windows, outputs))
+    return jnp.stack([jnp.stack(row, 2) for row in w], 2)
+
+
 # CPU, one group: explicit transposes into the layout of XLA's fast kernels, which it finds by itself only outside loops
 
 
 def _fast_conv(
     x: Array, w: Array, stride: Shape, padding: Sequence[Pair], x_dilation: Shape, w_dilation: Shape
 ) -> Array:
+    if x_dilation == (1, 1):  # XLA's CPU backend reads past the image if it is cropped by 2 above and padded below
+        x = _pad(x, [(min(low, 0), min(high, 0)) for low, high in padding])
+        padding = [(max(low, 0), max(high, 0)) for low, high in padding]
     return lax.conv_general_dilated(x, w, stride, padding, x_dilation, w_dilation, ("NHWC", "HWIO", "NHWC"))
 
 
@@ -270,7 +373,7 @@ def _narrow_conv(
     is small and the channels are few.
     """
     images, _, width, channels = x.shape
-    if w.shape[3] > 64 or x_dilation != (1, 1) or images * width < 256:
+    if w.shape[3] > MANY or x_dilation != (1, 1) or images * width < 256:
         return _fast_conv(x, w, stride, padding, x_dilation, w_dilation)
     reach, (low, high) = w_dilation[1] * (w.shape[1] - 1), padding[1]
     columns = -(-(width + low + high) // stride[1])
@@ -287,31 +390,18 @@ def _is_tiny(geometry: Geometry) -> bool:
 
 
 def _matmul_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
-    x, (rows, columns) = _pad(x, geometry.padding), geometry.dilation
-    products = (
-        _slice(x, (i * rows, j * columns), geometry.out_size, geometry.stride) @ w[:, :, i, j].T
-        for i in range(geometry.kernel[0])
-        for j in range(geometry.kernel[1])
-    )
-    return reduce(add, products)
-
-
-def _windows(x: Array, geometry: Geometry) -> Array:
-    """(n oh ow (kh kw i))"""
-    x, (rows, columns) = _pad(x, geometry.padding), geometry.dilation
-    taps = [
-        _slice(x, (i * rows, j * columns), geometry.out_size, geometry.stride)
-        for i in range(geometry.kernel[0])
-        for j in range(geometry.kernel[1])
-    ]
-    return jnp.concatenate(taps, 3)
+    seen, places = _seen(_pad(x, geometry.padding), geometry), w.reshape(*w.shape[:2], -1)
+    return reduce(add, (pixels @ places[:, :, i].T for i, pixels in enumerate(seen)))
 
 
 def dense_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
     if _is_tiny(geometry):
         return _matmul_conv(x, w, geometry=geometry)
     if w[0].size <= FEW:  # a network's first layer: cheap to lay out, and then a product
-        return _windows(x, geometry) @ w.transpose(2, 3, 1, 0).reshape(-1, w.shape[0])
+        windows = jnp.concatenate(_seen(_pad(x, geometry.padding), geometry), 3)
+        return windows @ w.transpose(2, 3, 1, 0).reshape(-1, w.shape[0])
+    if _is_winograd(x, w.shape[0], geometry):
+        return _in_memory(partial(winograd_conv, geometry=geometry), x, w)
     return _narrow_conv(x, w.transpose(2, 3, 1, 0), geometry.stride, geometry.padding, (1, 1), geometry.dilation)
 
 
@@ -319,6 +409,8 @@ def dense_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
     if _is_tiny(geometry):
         x = jax.ShapeDtypeStruct(conv_dx_shape(y, w, geometry), y.dtype)
         return jax.linear_transpose(lambda x: _matmul_conv(x, w, geometry=geometry), x)(y)[0]
+    if _is_winograd(y, w.shape[1], geometry):
+        return _in_memory(partial(winograd_conv_dx, geometry=geometry), y, w)
     padding = []
     for axis, (low, _) in enumerate(geometry.padding):
         padding.append((geometry.reach[axis] - low, geometry.size[axis] - 1 + low - geometry.last_start[axis]))
@@ -347,8 +439,10 @@ def _parts(y: Array) -> int:
 
 
 def dense_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
+    if _is_winograd(x, y.shape[3], geometry):
+        return _in_memory(partial(winograd_conv_dw, geometry=geometry), x, y)
     inputs = x.shape[3] * geometry.kernel[0] * geometry.kernel[1]
-    if _parts(y) > 1 and y.shape[3] <= 64 and inputs > FEW and geometry.dilation == (1, 1):
+    if _parts(y) > 1 and y.shape[3] <= MANY and inputs > FEW and geometry.dilation == (1, 1):
         return _narrow_conv_dw(x, y, geometry=geometry)
     padding = []
     for axis, (low, _) in enumerate(geometry.padding):
@@ -361,35 +455,21 @@ def dense_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
 # CPU, depthwise: shifted multiply-adds, accumulated in float32
 
 
-def _pad(x: Array, padding: Sequence[Pair]) -> Array:
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((low, high, 0) for low, high in padding), (0, 0, 0)])
-
-
 def _taps(w: Array) -> Array:
     """(c 1 kh kw) to (kh kw c). A two-dimensional transpose: XLA fuses any other into every multiply-add."""
     channels, _, height, width = w.shape
     return w.reshape(channels, height * width).T.reshape(height, width, channels)
 
 
-def _slice(x: Array, start: Shape, count: Shape, step: Shape) -> Array:
-    stop = [start[axis] + (count[axis] - 1) * step[axis] + 1 for axis in AXES]
-    return lax.slice(x, (0, *start, 0), (x.shape[0], *stop, x.shape[3]), (1, *step, 1))
-
-
 def depthwise_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
-    dtype, (rows, columns) = x.dtype, geometry.dilation
-    x = _pad(at_least_float32(jnp.repeat(x, w.shape[0] // x.shape[3], axis=3)), geometry.padding)
-    w = _taps(at_least_float32(w))
+    padded = _pad(at_least_float32(jnp.repeat(x, w.shape[0] // x.shape[3], axis=3)), geometry.padding)
+    taps = _merge(_taps(at_least_float32(w)), 0)
 
-    def sum_of_taps(x: Array, w: Array) -> Array:
-        products = (
-            _slice(x, (i * rows, j * columns), geometry.out_size, geometry.stride) * w[i, j]
-            for i in range(geometry.kernel[0])
-            for j in range(geometry.kernel[1])
-        )
-        return reduce(add, products).astype(dtype)
+    def sum_of_taps(padded: Array, taps: Array) -> Array:
+        products = (pixels * tap for pixels, tap in zip(_seen(padded, geometry), taps, strict=True))
+        return reduce(add, products).astype(x.dtype)
 
-    return _in_memory(sum_of_taps, x, w)
+    return _in_memory(sum_of_taps, padded, taps)
 
 
 def depthwise_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
@@ -485,7 +565,7 @@ def _on_cpu(names: str, dense: Callable[..., Array], depthwise: Callable[..., Ar
         merged = next(m for m in range(max(32 // in_per_group, 1), 0, -1) if groups % m == 0)
         blocks = groups // merged
         # The more of them in one turn of the loop, the fewer copies, and the longer it takes to compile.
-        at_once = next(n for n in range(8, 0, -1) if blocks % n == 0)
+        at_once = next(n for n in range(8, 0, -1) if blocks % n == 0) if in_per_group < MANY else 1
 
         def one_block(*block: Array) -> Array:
             wide = [_block_diagonal(a, merged) if name == "w" else a for name, a in zip(operands, block, strict=True)]

@@ -1,5 +1,6 @@
 """Conv2d is torch's and timm's, its primitives compose with every transformation, and the CPU's forms are `lax`'s."""
 
+import math
 import re
 
 import equinox as eqx
@@ -14,19 +15,22 @@ from eqzoo.nn import _conv_primitives as primitives
 from eqzoo.nn._conv_primitives import Geometry, conv, conv_dw, conv_dx
 from eqzoo.nn.conv import Conv2d, conv2d
 
-# dense, dense with many inputs, grouped, grouped with merged groups left over, depthwise, depthwise with
-# multiplier 2, 1x1, grouped 1x1
+# dense, dense with many inputs, with many channels (Winograd's), grouped, grouped with merged groups left over, two
+# groups of many channels, depthwise, depthwise with multiplier 2, 1x1, grouped 1x1
 CHANNELS = {
     "dense": (3, 5, 1),
     "deep": (8, 5, 1),
+    "many": (64, 65, 1),
     "groups2": (4, 6, 2),
     "groups4": (32, 24, 4),
     "wide": (132, 6, 3),
+    "groups-of-many": (128, 128, 2),
     "depthwise": (6, 6, 6),
     "x2": (4, 8, 4),
     "product": (3, 5, 1),
     "products2": (4, 6, 2),
 }
+KERNELS = {"product": (1, 1), "products2": (1, 1), "many": (3, 3), "groups-of-many": (3, 3)}
 GEOMETRIES = {
     "plain": {},
     "stride2": {"stride": (2, 2), "padding": ((1, 1), (1, 1))},
@@ -34,6 +38,7 @@ GEOMETRIES = {
     "dilated": {"dilation": (2, 1), "padding": ((2, 1), (0, 1))},
     "dilated-strided": {"dilation": (2, 2), "stride": (2, 3), "padding": ((1, 2), (2, 1))},
     "crop": {"padding": ((1, -2), (-1, 2)), "stride": (1, 2)},
+    "crop-odd": {"padding": ((-1, 2), (0, -1))},
     "wide-padding": {"padding": ((4, 4), (5, 3))},
     "stride-over-kernel": {"stride": (4, 5)},
 }
@@ -53,7 +58,7 @@ def assert_close(got, want, tolerance=1e-5):
 
 def operands(channels, dtype=jnp.float32, n=2, **options):
     i, o, groups = CHANNELS[channels]
-    kernel = (1, 1) if channels.startswith("product") else (3, 2)
+    kernel = KERNELS.get(channels, (3, 2))
     geometry = Geometry((9, 8), kernel, groups=groups, **options)
     x, w = normal(0, n, 9, 8, i, dtype=dtype), normal(1, o, i // groups, *kernel, dtype=dtype)
     return x, w, normal(2, n, *geometry.out_size, o, dtype=dtype), geometry
@@ -67,6 +72,8 @@ def all_three(x, w, y, geometry, prefix):
 FORMS = [
     *((channels, options) for channels in ("dense", "deep", "groups2", "depthwise") for options in GEOMETRIES),
     *((channels, options) for channels in ("groups4", "wide", "x2") for options in ("stride2", "crop")),
+    *(("many", options) for options in ("plain", "stride2", "crop-odd", "wide-padding")),
+    ("groups-of-many", "plain"),
     *(("product", options) for options in ("plain", "stride2", "dilated", "crop")),
     ("products2", "plain"),
 ]
@@ -81,6 +88,16 @@ def test_cpu_forms_equal_lax(channels, options):
         return all_three(x, w, y, geometry, "cpu_"), all_three(x, w, y, geometry, "lax_")
 
     assert_close(*both(x, w, y))
+
+
+@pytest.mark.parametrize("channels", ["deep", "many"])
+def test_cropped_on_one_side_and_padded_on_the_other(channels):
+    """Which `lax` gets wrong on the CPU."""
+    x, w, y, geometry = operands(channels, n=8, padding=((-2, 1), (0, -1)))
+    cropped = Geometry((7, 7), geometry.kernel, padding=((0, 1), (0, 0)))
+    assert_close(conv(x, w, geometry), conv(x[:, 2:, :-1], w, cropped))
+    assert_close(conv_dx(y, w, geometry)[:, 2:, :-1], conv_dx(y, w, cropped))
+    assert_close(conv_dw(x, y, geometry), conv_dw(x[:, 2:, :-1], y, cropped))
 
 
 @pytest.mark.parametrize("images", [33, 70])
@@ -106,9 +123,20 @@ def test_many_groups_are_a_loop_over_some_of_them():
     assert_close(got, want)
 
 
+def test_many_channels_take_16_products_for_36():
+    x, w, y, geometry = operands("many")
+    programs = [
+        str(jax.make_jaxpr(lambda *pair, f=f: f(*pair, geometry=geometry))(*pair))
+        for f, pair in ((primitives.cpu_conv, (x, w)), (primitives.cpu_conv_dx, (y, w)), (primitives.cpu_conv_dw, (x, y)))
+    ]
+    assert [program.count("= dot_general") for program in programs] == [16, 16, 16]
+    assert "conv_general_dilated" not in "".join(programs)
+
+
 KINDS = [
     ("dense", "stride2"),
     ("deep", "stride2"),
+    ("many", "plain"),
     ("groups2", "stride2"),
     ("depthwise", "stride2"),
     ("product", "plain"),
@@ -168,7 +196,7 @@ def test_every_batch_of_every_primitive_is_a_loop(channels, options, axes):
 
 @pytest.mark.parametrize(
     ("channels", "options"),
-    [(channels, "plain" if channels == "product" else "dilated-strided") for channels, _ in KINDS],
+    [(channels, options if options == "plain" else "dilated-strided") for channels, options in KINDS],
 )
 def test_transformations_equal_lax(channels, options):
     """First and second derivatives of each primitive in each argument, forward and reverse, batched in every way.
@@ -176,7 +204,8 @@ def test_transformations_equal_lax(channels, options):
     In float64, because chains of nonlinear layers amplify float32's rounding.
     """
     with jax.enable_x64(True):
-        check_transformations(*operands(channels, jnp.float64, **GEOMETRIES[options]))
+        x, w, y, geometry = operands(channels, jnp.float64, **GEOMETRIES[options])
+        check_transformations(x, w / math.sqrt(w[0].size), y / math.sqrt(y[..., 0].size), geometry)
 
 
 def check_transformations(x, w, y, geometry):
