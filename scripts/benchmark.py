@@ -234,7 +234,7 @@ def eqzoo_work(name: str, options: Options) -> Work:
 def plain_work(name: str, options: Options) -> Work:
     inputs, labels = examples(name, options)
     model, state = eqx.nn.make_with_state(PLAIN_MODELS[name])(config(name, options), key=jax.random.key(0))
-    return jax_work(model, state, inputs.transpose(0, 3, 1, 2), labels)
+    return jax_work(model, state, inputs if is_gpt2(name) else inputs.transpose(0, 3, 1, 2), labels)
 
 
 def jax_work(model: Any, state: eqx.nn.State, inputs: np.ndarray, labels: np.ndarray) -> Work:
@@ -721,21 +721,21 @@ def plain_convnext(config, *, key) -> eqx.nn.Sequential:
     return eqx.nn.Sequential([*layers, pool(), *head])
 
 
-class ViTBlock(eqx.Module):
+class Block(eqx.Module):
     norms: tuple[eqx.nn.LayerNorm, eqx.nn.LayerNorm]
     attention: eqx.nn.MultiheadAttention
     mlp: eqx.nn.MLP
 
-    def __init__(self, dim: int, heads: int, *, key):
+    def __init__(self, dim: int, heads: int, *, eps: float, activation: Callable, key):
         key_attention, key_mlp = jax.random.split(key)
         bias = dict.fromkeys(("use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias"), True)
-        self.norms = eqx.nn.LayerNorm(dim, eps=1e-6), eqx.nn.LayerNorm(dim, eps=1e-6)
+        self.norms = eqx.nn.LayerNorm(dim, eps=eps), eqx.nn.LayerNorm(dim, eps=eps)
         self.attention = eqx.nn.MultiheadAttention(heads, dim, **bias, key=key_attention)
-        self.mlp = eqx.nn.MLP(dim, dim, 4 * dim, 1, exact_gelu, key=key_mlp)
+        self.mlp = eqx.nn.MLP(dim, dim, 4 * dim, 1, activation, key=key_mlp)
 
-    def __call__(self, x):
+    def __call__(self, x, mask=None):
         normed = jax.vmap(self.norms[0])(x)
-        x = x + self.attention(normed, normed, normed)
+        x = x + self.attention(normed, normed, normed, mask)
         return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
 
 
@@ -743,7 +743,7 @@ class PlainViT(eqx.Module):
     stem: eqx.nn.Conv2d
     token: Float[Array, "1 dim"]
     positions: Float[Array, "tokens dim"]
-    blocks: list[ViTBlock]
+    blocks: list[Block]
     norm: eqx.nn.LayerNorm
     head: eqx.nn.Linear
 
@@ -753,7 +753,8 @@ class PlainViT(eqx.Module):
         self.stem = eqx.nn.Conv2d(3, dim, patch, patch, key=key_stem)
         self.token = jnp.zeros((1, dim))
         self.positions = jnp.zeros((1 + (config.image_size // patch) ** 2, dim))
-        self.blocks = [ViTBlock(dim, config.heads, key=key) for key in jax.random.split(key_blocks, config.depth)]
+        block = partial(Block, dim, config.heads, eps=1e-6, activation=exact_gelu)
+        self.blocks = [block(key=key) for key in jax.random.split(key_blocks, config.depth)]
         self.norm = eqx.nn.LayerNorm(dim, eps=1e-6)
         self.head = eqx.nn.Linear(dim, config.num_classes, key=key_head)
 
@@ -765,6 +766,28 @@ class PlainViT(eqx.Module):
         return self.head(self.norm(tokens[0]))
 
 
+class PlainGPT2(eqx.Module):
+    embedding: eqx.nn.Embedding
+    positions: Float[Array, "context dim"]
+    blocks: list[Block]
+    norm: eqx.nn.LayerNorm
+
+    def __init__(self, config, *, key):
+        key_embedding, key_blocks = jax.random.split(key)
+        self.embedding = eqx.nn.Embedding(config.vocab, config.dim, key=key_embedding)
+        self.positions = jnp.zeros((config.context, config.dim))
+        block = partial(Block, config.dim, config.heads, eps=1e-5, activation=jax.nn.gelu)
+        self.blocks = [block(key=key) for key in jax.random.split(key_blocks, config.depth)]
+        self.norm = eqx.nn.LayerNorm(config.dim)
+
+    def __call__(self, ids, *, key=None):
+        x = jax.vmap(self.embedding)(ids) + self.positions[: len(ids)]
+        mask = jnp.tril(jnp.ones((len(ids), len(ids)), bool))
+        for block in self.blocks:
+            x = block(x, mask)
+        return jax.vmap(self.norm)(x) @ self.embedding.weight.T
+
+
 def exact_gelu(x):
     return jax.nn.gelu(x, approximate=False)
 
@@ -774,6 +797,7 @@ PLAIN_MODELS = {
     **dict.fromkeys(("convnext_tiny", "convnext_small", "convnext_base"), plain_convnext),
     **dict.fromkeys(("resnet50", "resnet101", "resnet152"), plain_resnet),
     "mobilenetv2_100": plain_mobilenet,
+    "gpt2": PlainGPT2,
 }
 
 

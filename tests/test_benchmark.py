@@ -104,6 +104,7 @@ def test_plain_equinox_counts_where_there_is_no_torch():
         ("mobilenetv2_100", {}),
         ("convnext_tiny", {}),
         ("vit_small_patch16_224", {"image_size": 64}),
+        ("gpt2", {"depth": 2}),
     ],
 )
 def test_a_plain_model_is_the_same_as_eqzoos(name, options):
@@ -121,9 +122,12 @@ def test_a_plain_model_is_the_same_as_eqzoos(name, options):
     is_array = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     assert tree.count(eqx.filter(plain[0], is_array)) == tree.count(eqx.filter(ours[0], is_array))
     predict = lambda model, state, x: eqzoo.freeze(model, state)(x)
-    images = jax.ShapeDtypeStruct((3, 64, 64), "float32"), jax.ShapeDtypeStruct((64, 64, 3), "float32")
-    assert eqx.filter_eval_shape(predict, *plain, images[0]).shape == (1000,)
-    assert cost(predict, *plain, images[0]).macs == cost(predict, *ours, images[1]).macs
+    inputs = [jax.ShapeDtypeStruct((64,), "int32")] * 2
+    if name != "gpt2":
+        inputs = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((3, 64, 64), (64, 64, 3))]
+    logits = [eqx.filter_eval_shape(predict, *each, x).shape for each, x in zip((plain, ours), inputs, strict=True)]
+    assert logits[0] == logits[1]
+    assert cost(predict, *plain, inputs[0]).macs == cost(predict, *ours, inputs[1]).macs
 
 
 TINY = {
@@ -131,15 +135,19 @@ TINY = {
     "mobilenetv2_100": {"stages": ((Run("separable", 4),), (Run("inverted", 4, repeats=2, expansion=2.0),))},
     "convnext_tiny": {"depths": (1, 1), "widths": (4, 8), "kernel_sizes": (7, 7)},
     "vit_small_patch16_224": {"depth": 1, "dim": 8, "heads": 2, "image_size": 32},
+    "gpt2": {"depth": 1, "dim": 8, "heads": 2, "vocab": 5, "context": 6},
 }
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_plain_models_tasks_run(name):
-    config = replace(SCRIPT.config(name, OPTIONS), num_classes=5, **TINY[name])
+    is_gpt2 = name == "gpt2"
+    config = replace(SCRIPT.config(name, OPTIONS), **{} if is_gpt2 else {"num_classes": 5}, **TINY[name])
     model, state = eqx.nn.make_with_state(SCRIPT.PLAIN_MODELS[name])(config, key=jax.random.key(0))
     before = jax.tree.map(np.array, eqx.filter(model, eqx.is_inexact_array))
-    work = SCRIPT.jax_work(model, state, np.ones((2, 3, 32, 32), np.float32), np.array([0, 1]))
+    images = np.ones((2, 3, 32, 32), np.float32), np.array([0, 1])
+    texts = np.array([[0, 1, 2], [2, 3, 4]]), np.array([[1, 2, 3], [3, 4, 0]])
+    work = SCRIPT.jax_work(model, state, *(texts if is_gpt2 else images))
     for task in ("forward", "train", "train", "forward"):
         work.tasks[task]()
     assert work.figures["parameters"] == tree.count(before)

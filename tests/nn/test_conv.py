@@ -127,7 +127,11 @@ def test_many_channels_take_16_products_for_36():
     x, w, y, geometry = operands("many")
     programs = [
         str(jax.make_jaxpr(lambda *pair, f=f: f(*pair, geometry=geometry))(*pair))
-        for f, pair in ((primitives.cpu_conv, (x, w)), (primitives.cpu_conv_dx, (y, w)), (primitives.cpu_conv_dw, (x, y)))
+        for f, pair in (
+            (primitives.cpu_conv, (x, w)),
+            (primitives.cpu_conv_dx, (y, w)),
+            (primitives.cpu_conv_dw, (x, y)),
+        )
     ]
     assert [program.count("= dot_general") for program in programs] == [16, 16, 16]
     assert "conv_general_dilated" not in "".join(programs)
