@@ -481,11 +481,12 @@ def depthwise_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
     y = _pad(at_least_float32(y), [(last[axis], squares[axis] - geometry.out_size[axis]) for axis in AXES])
 
     fill = [((last[axis] + 1) * stride[axis] - reach[axis] - 1, geometry.dilation[axis] - 1) for axis in AXES]
-    w = lax.pad(
-        _taps(at_least_float32(w)), jnp.zeros((), y.dtype), [*((0, high, between) for high, between in fill), (0, 0, 0)]
-    )
-    w = _split(_split(w, 1, last[1] + 1), 0, last[0] + 1)
 
+    def taps_of_squares(w: Array) -> Array:
+        w = lax.pad(_taps(w), jnp.zeros((), w.dtype), [*((0, high, between) for high, between in fill), (0, 0, 0)])
+        return _split(_split(w, 1, last[1] + 1), 0, last[0] + 1)
+
+    w = _in_memory(taps_of_squares, at_least_float32(w))
     rows, columns = (
         sorted({tap // stride[axis] for tap in range(0, reach[axis] + 1, geometry.dilation[axis])}) for axis in AXES
     )
