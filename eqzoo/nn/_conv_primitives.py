@@ -566,7 +566,7 @@ def _on_cpu(names: str, dense: Callable[..., Array], depthwise: Callable[..., Ar
         merged = next(m for m in range(max(32 // in_per_group, 1), 0, -1) if groups % m == 0)
         blocks = groups // merged
         # The more of them in one turn of the loop, the fewer copies, and the longer it takes to compile.
-        at_once = next(n for n in range(8, 0, -1) if blocks % n == 0) if in_per_group < MANY else 1
+        at_once = next(n for n in range(12, 0, -1) if blocks % n == 0) if in_per_group < MANY else 1
 
         def one_block(*block: Array) -> Array:
             wide = [_block_diagonal(a, merged) if name == "w" else a for name, a in zip(operands, block, strict=True)]
