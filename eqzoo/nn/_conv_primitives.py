@@ -7,20 +7,15 @@
     y  "n out_height out_width (groups out)"
 
 Two things ask for primitives of our own. XLA's CPU backend runs grouped convolutions, and every gradient convolution
-inside a loop, tens to hundreds of times slower than the forms below, so the CPU needs its own lowering. And only
-primitives, not `custom_vjp`, compose with forward mode, higher derivatives and `vmap`.
+inside a loop, tens to hundreds of times slower than the forms in `_conv_cpu.py`, so the CPU needs its own lowering. And
+only primitives, not `custom_vjp`, compose with forward mode, higher derivatives and `vmap`.
 
-The three are closed under differentiation and batching, so what follows is short: shapes, one batching rule, `lax`'s
-convolutions for accelerators, products for 1x1, and for the CPU one form each for dense, depthwise and grouped
-convolutions.
+The three are closed under differentiation and batching, so what follows is short: one batching rule, `lax`'s
+convolutions for accelerators, and products for 1x1.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial, reduce
-from operator import add
-from typing import Any
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -30,45 +25,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
-from eqzoo.nn._precision import at_least_float32
-
-Pair = tuple[int, int]
-Shape = tuple[int, ...]
-AXES = (0, 1)
-CACHE = 2**18  # numbers that one core keeps close, at least
-FEW = 32  # inputs behind one output
-MANY = 64  # channels
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """A convolution without its arrays. `size` is the image's; padding is (low, high) per axis, negative ones crop."""
-
-    size: Shape
-    kernel: Shape
-    stride: Shape = (1, 1)
-    padding: tuple[Pair, Pair] = ((0, 0), (0, 0))
-    dilation: Shape = (1, 1)
-    groups: int = 1
-
-    def __post_init__(self):
-        if min(self.out_size) < 1:
-            raise ValueError(f"{self} has windows larger than the padded image; enlarge the image or the padding.")
-
-    @property
-    def reach(self) -> Shape:
-        """From a window's first tap to its last."""
-        return tuple(self.dilation[axis] * (self.kernel[axis] - 1) for axis in AXES)
-
-    @property
-    def out_size(self) -> Shape:
-        room = (self.size[axis] + sum(self.padding[axis]) - self.reach[axis] - 1 for axis in AXES)
-        return tuple(pixels // stride + 1 for pixels, stride in zip(room, self.stride, strict=True))
-
-    @property
-    def last_start(self) -> Shape:
-        """Where the last window starts, counted from the padded image's corner."""
-        return tuple((self.out_size[axis] - 1) * self.stride[axis] for axis in AXES)
+from eqzoo.nn._conv_cpu import window_conv, window_conv_dw, window_conv_dx
+from eqzoo.nn._conv_geometry import (
+    Geometry,
+    Shape,
+    conv_dw_shape,
+    conv_dx_shape,
+    conv_shape,
+    join,
+    split,
+    unjoin,
+)
 
 
 def conv(x: Float[Array, "n h w i"], w: Float[Array, "o j kh kw"], geometry: Geometry) -> Float[Array, "n oh ow o"]:
@@ -83,77 +50,10 @@ def conv_dw(x: Float[Array, "n h w i"], y: Float[Array, "n oh ow o"], geometry: 
     return conv_dw_p.bind(x, y, geometry=geometry)
 
 
-# Shapes
-
-
-def conv_shape(x: Any, w: Any, geometry: Geometry) -> Shape:
-    _check(geometry, x=x, w=w)
-    expected = w.shape[1] * geometry.groups
-    if x.shape[3] != expected:
-        raise ValueError(f"x has {x.shape[3]} channels, but w of shape {w.shape} in {geometry} expects {expected}.")
-    return (x.shape[0], *geometry.out_size, w.shape[0])
-
-
-def conv_dx_shape(y: Any, w: Any, geometry: Geometry) -> Shape:
-    _check(geometry, y=y, w=w)
-    if y.shape[3] != w.shape[0]:
-        raise ValueError(f"y has {y.shape[3]} channels, but w of shape {w.shape} expects {w.shape[0]}.")
-    return (y.shape[0], *geometry.size, w.shape[1] * geometry.groups)
-
-
-def conv_dw_shape(x: Any, y: Any, geometry: Geometry) -> Shape:
-    _check(geometry, x=x, y=y)
-    if x.shape[0] != y.shape[0]:
-        raise ValueError(f"x holds {x.shape[0]} images, but y holds {y.shape[0]}; they have to be as many.")
-    return (y.shape[3], x.shape[3] // geometry.groups, *geometry.kernel)
-
-
-def _check(geometry: Geometry, **arrays: Any) -> None:
-    dtypes = {name: str(array.dtype) for name, array in arrays.items()}
-    if len(set(dtypes.values())) > 1:
-        raise ValueError(f"A convolution needs arrays of one dtype, got {dtypes}; cast one of them with `.astype`.")
-    sizes = {"x": geometry.size, "w": geometry.kernel, "y": geometry.out_size}
-    for name, array in arrays.items():
-        size, channels = (array.shape[2:], array.shape[0]) if name == "w" else (array.shape[1:3], array.shape[3])
-        if size != sizes[name] or channels % geometry.groups:
-            raise ValueError(
-                f"{name} of shape {array.shape} doesn't fit {geometry}, which expects a size of {sizes[name]} "
-                f"and a multiple of {geometry.groups} channels."
-            )
-
-
 # Batching: a batch joins the one axis shared by exactly those arrays that carry it. A batch of images (x and y)
 # joins n, of weights for the same images (w and y) the output channels, and of everything the groups.
 
-LAYOUT = {"x": "nhwgi", "w": "goikl", "y": "nhwgo"}
 JOINED = {frozenset("xy"): "n", frozenset("wy"): "o", frozenset("xw"): "i", frozenset("xwy"): "g"}
-
-
-def _group_axis(name: str) -> int:
-    return LAYOUT[name].index("g")
-
-
-def _split(array: Array, axis: int, outer: int) -> Array:
-    shape = array.shape
-    return array.reshape(*shape[:axis], outer, shape[axis] // outer, *shape[axis + 1 :])
-
-
-def _merge(array: Array, axis: int) -> Array:
-    shape = array.shape
-    return array.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
-
-
-def _join(array: Array, name: str, joined: str, groups: int) -> Array:
-    """Merges the leading batch axis of an array of `groups` groups into the axis `joined`."""
-    group_axis, axis = _group_axis(name), LAYOUT[name].index(joined)
-    array = _split(array, 1 + group_axis, groups)
-    return _merge(_merge(jnp.moveaxis(array, 0, axis), axis), group_axis)
-
-
-def _unjoin(array: Array, name: str, joined: str, groups: int, batch: int) -> Array:
-    group_axis, axis = _group_axis(name), LAYOUT[name].index(joined)
-    array = _split(array, group_axis, groups * batch if joined == "g" else groups)
-    return _merge(jnp.moveaxis(_split(array, axis, batch), axis, 0), 1 + group_axis)
 
 
 def _batching_rule(primitive: Primitive, names: str, shape: Callable[..., Shape]) -> Callable[..., tuple[Array, int]]:
@@ -172,10 +72,10 @@ def _batching_rule(primitive: Primitive, names: str, shape: Callable[..., Shape]
             ]
             return jnp.zeros((0, *shape(*one, geometry)), arrays[0].dtype), 0
         arrays = [
-            _join(a, name, joined, groups) if name in batched else a for name, a in zip(operands, arrays, strict=True)
+            join(a, name, joined, groups) if name in batched else a for name, a in zip(operands, arrays, strict=True)
         ]
         out = primitive.bind(*arrays, geometry=replace(geometry, groups=groups * batch if joined == "g" else groups))
-        return _unjoin(out, result, joined, groups, batch), 0
+        return unjoin(out, result, joined, groups, batch), 0
 
     return rule
 
@@ -226,7 +126,7 @@ def _pixels(rows: Array, images: Shape, groups: int) -> Array:
 
 
 def _matrices(w: Array, groups: int) -> Array:
-    return w[:, :, 0, 0] if groups == 1 else _split(w[:, :, 0, 0], 0, groups)
+    return w[:, :, 0, 0] if groups == 1 else split(w[:, :, 0, 0], 0, groups)
 
 
 def product_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
@@ -254,341 +154,9 @@ def _or_product(convolution: Callable[..., Array], product: Callable[..., Array]
     return lowering
 
 
-# CPU
-
-
-def _pad(x: Array, padding: Sequence[Pair]) -> Array:
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((low, high, 0) for low, high in padding), (0, 0, 0)])
-
-
-def _slice(x: Array, start: Shape, count: Shape, step: Shape) -> Array:
-    stop = [start[axis] + (count[axis] - 1) * step[axis] + 1 for axis in AXES]
-    return lax.slice(x, (0, *start, 0), (x.shape[0], *stop, x.shape[3]), (1, *step, 1))
-
-
-def _seen(padded: Array, geometry: Geometry) -> list[Array]:
-    """For each place of the kernel, the pixels of the padded image that it meets."""
-    rows, columns = geometry.dilation
-    return [
-        _slice(padded, (i * rows, j * columns), geometry.out_size, geometry.stride)
-        for i in range(geometry.kernel[0])
-        for j in range(geometry.kernel[1])
-    ]
-
-
-# CPU, 3x3 of one group with stride 1, by Winograd's F(2x2, 3x3). A tile of four pixels takes 16 products for each pair
-# of channels in place of 36: y = sums @ ((kernel @ w @ kernel.T) * (window @ x @ window.T)) @ sums.T
-
-WINDOW = ((1.0, 0.0, -1.0, 0.0), (0.0, 1.0, 1.0, 0.0), (0.0, -1.0, 1.0, 0.0), (0.0, 1.0, 0.0, -1.0))
-KERNEL = ((1.0, 0.0, 0.0), (0.5, 0.5, 0.5), (0.5, -0.5, 0.5), (0.0, 0.0, 1.0))
-SUMS = ((1.0, 1.0, 1.0, 0.0), (0.0, 1.0, -1.0, -1.0))
-
-Matrix = Sequence[Sequence[float]]
-Square = list[list[Array]]
-
-
-def _is_winograd(image: Array, others: int, geometry: Geometry) -> bool:
-    """Where its additions take less time than it spares, and float32's accuracy is there to lose a little of."""
-    tiles = image.shape[0] * math.prod(_tiles(geometry.out_size))
-    is_large = min(image.shape[3], others) >= MANY and tiles >= 16 and image.dtype.itemsize >= 4
-    return is_large and geometry == Geometry(geometry.size, (3, 3), padding=geometry.padding)
-
-
-def _tiles(size: Shape) -> Shape:
-    return tuple(-(-size[axis] // 2) for axis in AXES)
-
-
-def _places(image: Array, of_tile: int, low: Sequence[int], tiles: Shape) -> Square:
-    """The pixels at each place of square tiles that begin at every second pixel of the padded image."""
-    used = [2 * (tiles[axis] - 1) + of_tile for axis in AXES]
-    image = _pad(image, [(low[axis], used[axis] - image.shape[1 + axis] - low[axis]) for axis in AXES])
-    return [[_slice(image, (i, j), tiles, (2, 2)) for j in range(of_tile)] for i in range(of_tile)]
-
-
-def _transform(matrix: Matrix, square: Square) -> Square:
-    """matrix @ square @ matrix.T"""
-
-    def times(arrays: Sequence[Array]) -> list[Array]:
-        return [reduce(add, (weight * a for weight, a in zip(row, arrays, strict=True) if weight)) for row in matrix]
-
-    return _transpose([times(column) for column in _transpose([times(row) for row in square])])
-
-
-def _transpose(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    return [list(column) for column in zip(*rows, strict=True)]
-
-
-def _products(product: Callable[[Array, Array], Array], a: Square, b: Square) -> Square:
-    return [list(map(product, *rows)) for rows in zip(a, b, strict=True)]
-
-
-def _kernels(w: Array, places: Sequence[int]) -> Square:
-    """(o i) each, as w is laid out: XLA's CPU backend would transpose time and again."""
-    return _transform(KERNEL, [[w[:, :, i, j] for j in places] for i in places])
-
-
-def winograd_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
-    low, size = [low for low, _ in geometry.padding], geometry.out_size
-    windows = _transform(WINDOW, _places(x, 4, low, _tiles(size)))
-    return _sums(_products(lambda x, kernel: x @ kernel.T, windows, _kernels(w, (0, 1, 2))), size)
-
-
-def winograd_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
-    low, size = [2 - low for low, _ in geometry.padding], geometry.size
-    windows = _transform(WINDOW, _places(y, 4, low, _tiles(size)))
-    return _sums(_products(jnp.matmul, windows, _kernels(w, (2, 1, 0))), size)
-
-
-def _sums(products: Square, size: Shape) -> Array:
-    image = jnp.stack([jnp.stack(row, 3) for row in _transform(SUMS, products)], 2)
-    return _merge(_merge(image, 3), 1)[:, : size[0], : size[1]]
-
-
-def winograd_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
-    tiles = _tiles(geometry.out_size)
-    windows = _transform(WINDOW, _places(x, 4, [low for low, _ in geometry.padding], tiles))
-    outputs = _transform(_transpose(SUMS), _places(y, 2, (0, 0), tiles))
-    w = _transform(_transpose(KERNEL), _products(lambda x, y: (_rows(x, 1).T @ _rows(y, 1)).T, windows, outputs))
-    return jnp.stack([jnp.stack(row, 2) for row in w], 2)
-
-
-# CPU, one group: explicit transposes into the layout of XLA's fast kernels, which it finds by itself only outside loops
-
-
-def _fast_conv(
-    x: Array, w: Array, stride: Shape, padding: Sequence[Pair], x_dilation: Shape, w_dilation: Shape
-) -> Array:
-    if x_dilation == (1, 1):  # XLA's CPU backend reads past the image if it is cropped by 2 above and padded below
-        x = _pad(x, [(min(low, 0), min(high, 0)) for low, high in padding])
-        padding = [(max(low, 0), max(high, 0)) for low, high in padding]
-    return lax.conv_general_dilated(x, w, stride, padding, x_dilation, w_dilation, ("NHWC", "HWIO", "NHWC"))
-
-
-def _narrow_conv(
-    x: Array, w: Array, stride: Shape, padding: Sequence[Pair], x_dilation: Shape, w_dilation: Shape
-) -> Array:
-    """As `_fast_conv`, with the images side by side where that gives more threads than one something to do.
-
-    Each of its threads computes tiles of one row of pixels and of up to 64 channels, which are one tile if the image
-    is small and the channels are few.
-    """
-    images, _, width, channels = x.shape
-    if w.shape[3] > MANY or x_dilation != (1, 1) or images * width < 256:
-        return _fast_conv(x, w, stride, padding, x_dilation, w_dilation)
-    reach, (low, high) = w_dilation[1] * (w.shape[1] - 1), padding[1]
-    columns = -(-(width + low + high) // stride[1])
-    x = _pad(x, [padding[0], (low, columns * stride[1] - width - low)])
-    x = x.swapaxes(0, 1).reshape(1, -1, images * columns * stride[1], channels)
-    y = _fast_conv(x, w, stride, [(0, 0), (0, reach)], (1, 1), w_dilation)
-    y = y.reshape(-1, images, columns, w.shape[3]).swapaxes(0, 1)
-    return y[:, :, : (width + low + high - reach - 1) // stride[1] + 1]
-
-
-def _is_tiny(geometry: Geometry) -> bool:
-    """An image smaller than the window, as in the last stages of a network on small images: no fast kernel takes it."""
-    return any(geometry.size[axis] <= geometry.reach[axis] for axis in AXES)
-
-
-def _matmul_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
-    seen, places = _seen(_pad(x, geometry.padding), geometry), w.reshape(*w.shape[:2], -1)
-    return reduce(add, (pixels @ places[:, :, i].T for i, pixels in enumerate(seen)))
-
-
-def dense_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
-    if _is_tiny(geometry):
-        return _matmul_conv(x, w, geometry=geometry)
-    if w[0].size <= FEW:  # a network's first layer: cheap to lay out, and then a product
-        windows = jnp.concatenate(_seen(_pad(x, geometry.padding), geometry), 3)
-        return windows @ w.transpose(2, 3, 1, 0).reshape(-1, w.shape[0])
-    if _is_winograd(x, w.shape[0], geometry):
-        return _in_memory(partial(winograd_conv, geometry=geometry), x, w)
-    return _narrow_conv(x, w.transpose(2, 3, 1, 0), geometry.stride, geometry.padding, (1, 1), geometry.dilation)
-
-
-def dense_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
-    if _is_tiny(geometry):
-        x = jax.ShapeDtypeStruct(conv_dx_shape(y, w, geometry), y.dtype)
-        return jax.linear_transpose(lambda x: _matmul_conv(x, w, geometry=geometry), x)(y)[0]
-    if _is_winograd(y, w.shape[1], geometry):
-        return _in_memory(partial(winograd_conv_dx, geometry=geometry), y, w)
-    padding = []
-    for axis, (low, _) in enumerate(geometry.padding):
-        padding.append((geometry.reach[axis] - low, geometry.size[axis] - 1 + low - geometry.last_start[axis]))
-    flipped = w[:, :, ::-1, ::-1].transpose(2, 3, 0, 1)
-    return _narrow_conv(y, flipped, (1, 1), padding, geometry.stride, geometry.dilation)
-
-
-def _narrow_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
-    """As `dense_conv_dw`, with columns and channels of x as one row of pixels, and in parts that fit into a cache."""
-    (height, width), (down, right) = geometry.kernel, geometry.stride
-    used = [geometry.last_start[axis] + geometry.reach[axis] + 1 for axis in AXES]
-    x = _pad(x, [(low, used[axis] - geometry.size[axis] - low) for axis, (low, _) in enumerate(geometry.padding)])
-    images, channels, rows = x.shape[0], x.shape[3], y.shape[1]
-    x, y = x.transpose(1, 2, 3, 0).reshape(1, used[0], used[1] * channels, images), y.transpose(1, 2, 0, 3)
-    rows_of_part = -(-rows // _parts(y))
-    parts = []
-    for first in range(0, rows, rows_of_part):
-        part = y[first : first + rows_of_part]
-        seen = x[:, first * down : (first + len(part) - 1) * down + height]
-        parts.append(_fast_conv(seen, part, (1, 1), [(0, 0), (0, 0)], (1, 1), (down, right * channels)))
-    return reduce(add, parts).reshape(height, width, channels, -1).transpose(3, 2, 0, 1)
-
-
-def _parts(y: Array) -> int:
-    return -(-y.size // CACHE)
-
-
-def dense_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
-    if _is_winograd(x, y.shape[3], geometry):
-        return _in_memory(partial(winograd_conv_dw, geometry=geometry), x, y)
-    inputs = x.shape[3] * geometry.kernel[0] * geometry.kernel[1]
-    if _parts(y) > 1 and y.shape[3] <= MANY and inputs > FEW and geometry.dilation == (1, 1):
-        return _narrow_conv_dw(x, y, geometry=geometry)
-    padding = []
-    for axis, (low, _) in enumerate(geometry.padding):
-        used = geometry.last_start[axis] + geometry.reach[axis] + 1
-        padding.append((low, used - geometry.size[axis] - low))
-    x, y = x.transpose(3, 1, 2, 0), y.transpose(1, 2, 0, 3)
-    return _fast_conv(x, y, geometry.dilation, padding, (1, 1), geometry.stride).transpose(3, 0, 1, 2)
-
-
-# CPU, depthwise: shifted multiply-adds, accumulated in float32
-
-
-def _taps(w: Array) -> Array:
-    """(c 1 kh kw) to (kh kw c). A two-dimensional transpose: XLA fuses any other into every multiply-add."""
-    channels, _, height, width = w.shape
-    return w.reshape(channels, height * width).T.reshape(height, width, channels)
-
-
-def depthwise_conv(x: Array, w: Array, *, geometry: Geometry) -> Array:
-    padded = _pad(at_least_float32(jnp.repeat(x, w.shape[0] // x.shape[3], axis=3)), geometry.padding)
-    taps = _merge(_taps(at_least_float32(w)), 0)
-
-    def sum_of_taps(padded: Array, taps: Array) -> Array:
-        products = (pixels * tap for pixels, tap in zip(_seen(padded, geometry), taps, strict=True))
-        return reduce(add, products).astype(x.dtype)
-
-    return _in_memory(sum_of_taps, padded, taps)
-
-
-def depthwise_conv_dx(y: Array, w: Array, *, geometry: Geometry) -> Array:
-    """Cuts image and dilated kernel into squares of one stride, which makes it shifted multiply-adds again."""
-    dtype, size, stride, reach = y.dtype, geometry.size, geometry.stride, geometry.reach
-    low = [geometry.padding[axis][0] for axis in AXES]
-    squares = tuple(-(-(size[axis] + low[axis]) // stride[axis]) for axis in AXES)
-    last = [reach[axis] // stride[axis] for axis in AXES]
-    y = _pad(at_least_float32(y), [(last[axis], squares[axis] - geometry.out_size[axis]) for axis in AXES])
-
-    fill = [((last[axis] + 1) * stride[axis] - reach[axis] - 1, geometry.dilation[axis] - 1) for axis in AXES]
-
-    def taps_of_squares(w: Array) -> Array:
-        w = lax.pad(_taps(w), jnp.zeros((), w.dtype), [*((0, high, between) for high, between in fill), (0, 0, 0)])
-        return _split(_split(w, 1, last[1] + 1), 0, last[0] + 1)
-
-    w = _in_memory(taps_of_squares, at_least_float32(w))
-    rows, columns = (
-        sorted({tap // stride[axis] for tap in range(0, reach[axis] + 1, geometry.dilation[axis])}) for axis in AXES
-    )
-    products = (
-        _slice(y, (last[0] - i, last[1] - j), squares, (1, 1))[:, :, None, :, None] * w[i, :, j][:, None]
-        for i in rows
-        for j in columns
-    )
-    x = _merge(_merge(reduce(add, products), 3), 1)
-    x = _pad(x, [(-low[axis], size[axis] + low[axis] - squares[axis] * stride[axis]) for axis in AXES])
-    return _split(x, 3, geometry.groups).sum(4).astype(dtype)
-
-
-def depthwise_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
-    """For each kernel row a sum of shifted products over the columns, then one over images and rows."""
-    dtype, (_, rows, columns, channels) = x.dtype, y.shape
-    (height, width), (down, right) = geometry.kernel, geometry.stride
-    x = _pad(at_least_float32(jnp.repeat(x, channels // x.shape[3], axis=3)), geometry.padding)
-    y = at_least_float32(y)
-
-    def seen(x: Array) -> list[Array]:
-        starts = (i * geometry.dilation[0] for i in range(height))
-        return [_slice(x, (start, 0), (rows, x.shape[2]), (down, 1)) for start in starts]
-
-    def over_columns(seen: list[Array], y: Array) -> list[Array]:
-        step, every = (1, geometry.dilation[1]), [y[:, :, j : j + 1] for j in range(columns)]
-        return [
-            reduce(add, (_slice(row, (0, j * right), (rows, width), step) * column for j, column in enumerate(every)))
-            for row in seen
-        ]
-
-    if down == 1:
-        partial = _in_memory(lambda x, y: over_columns(seen(x), y), x, y)
-    else:  # rows apart from each other are slow to read time and again: cut them out first
-        partial = _in_memory(over_columns, seen(x), y)
-    w = _in_memory(lambda partial: jnp.stack([row.sum((0, 1)) for row in partial]), partial)
-    return w.transpose(2, 0, 1)[:, None].astype(dtype)
-
-
-def _in_memory(function: Callable[..., Any], *operands: Any) -> Any:
-    """`function(*operands)`, its operands and its result kept as arrays.
-
-    XLA would fuse them with what comes before and after and compute them time and again. Only a branch stops it, of
-    which it doesn't know that it is always taken.
-    """
-    result = jax.eval_shape(function, *operands)
-    otherwise = lambda *_: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), result)
-    array = jax.tree.leaves(operands)[-1]  # the first may be padded, with what XLA knows
-    nans = jnp.sum(jnp.isnan(array[(slice(1),) * array.ndim]))
-    return lax.cond(nans + 1 > 0, function, otherwise, *operands)
-
-
-# CPU, grouped: neighbouring groups merge into one dense block, mostly zeros, of up to 32 channels
-
-
-def _block_diagonal(w: Array, groups: int) -> Array:
-    on_diagonal = jnp.eye(groups, dtype=bool)[:, None, :, None, None, None]
-    return _merge(_merge(jnp.where(on_diagonal, _split(w, 0, groups)[:, :, None], 0), 0), 1)
-
-
-def _diagonal_blocks(w: Array, groups: int) -> Array:
-    blocks = jnp.diagonal(_split(_split(w, 1, groups), 0, groups), axis1=0, axis2=2)
-    return _merge(jnp.moveaxis(blocks, -1, 0), 0)
-
-
-def _on_cpu(names: str, dense: Callable[..., Array], depthwise: Callable[..., Array]) -> Callable[..., Array]:
-    *operands, result = names
-
-    def lowering(*arrays: Array, geometry: Geometry) -> Array:
-        groups = geometry.groups
-        shapes = {name: array.shape for name, array in zip(operands, arrays, strict=True)}
-        in_per_group = shapes["w"][1] if "w" in shapes else shapes["x"][3] // groups
-        if groups == 1:
-            return dense(*arrays, geometry=geometry)
-        if in_per_group == 1:
-            return depthwise(*arrays, geometry=geometry)
-        merged = next(m for m in range(max(32 // in_per_group, 1), 0, -1) if groups % m == 0)
-        blocks = groups // merged
-        # The more of them in one turn of the loop, the fewer copies, and the longer it takes to compile.
-        at_once = next(n for n in range(12, 0, -1) if blocks % n == 0) if in_per_group < MANY else 1
-
-        def one_block(*block: Array) -> Array:
-            wide = [_block_diagonal(a, merged) if name == "w" else a for name, a in zip(operands, block, strict=True)]
-            out = dense(*wide, geometry=replace(geometry, groups=1))
-            return _diagonal_blocks(out, merged) if result == "w" else out
-
-        def some_blocks(arrays: Sequence[Array]) -> Array:
-            cut = [jnp.split(a, at_once, _group_axis(name)) for name, a in zip(operands, arrays, strict=True)]
-            return jnp.concatenate(list(map(one_block, *cut)), _group_axis(result))
-
-        turns = [
-            _unjoin(a, name, "g", merged * at_once, batch=blocks // at_once)
-            for name, a in zip(operands, arrays, strict=True)
-        ]
-        return _join(lax.map(some_blocks, turns), result, "g", merged * at_once)
-
-    return lowering
-
-
-cpu_conv = _or_product(_on_cpu("xwy", dense_conv, depthwise_conv), product_conv)
-cpu_conv_dx = _or_product(_on_cpu("ywx", dense_conv_dx, depthwise_conv_dx), product_conv_dx)
-cpu_conv_dw = _or_product(_on_cpu("xyw", dense_conv_dw, depthwise_conv_dw), product_conv_dw)
+cpu_conv = _or_product(window_conv, product_conv)
+cpu_conv_dx = _or_product(window_conv_dx, product_conv_dx)
+cpu_conv_dw = _or_product(window_conv_dw, product_conv_dw)
 
 
 # The primitives

@@ -6,7 +6,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqzoo.nn._conv_primitives import Geometry, Pair, Shape, conv
+from eqzoo.nn._conv_geometry import Geometry, Pair, Shape
+from eqzoo.nn._conv_primitives import conv
 from eqzoo.nn._init import Init, weight_and_bias
 
 Padding = int | Pair | str

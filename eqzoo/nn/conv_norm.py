@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import equinox as eqx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqzoo.nn._conv_primitives import Pair
+from eqzoo.nn._conv_geometry import Pair
 from eqzoo.nn._init import Init, kaiming_fan_out
 from eqzoo.nn.conv import Conv2d, Padding, as_pair
 from eqzoo.nn.norm import BatchNorm, GroupNorm

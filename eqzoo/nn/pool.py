@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from eqzoo.nn._conv_primitives import Pair, Shape
+from eqzoo.nn._conv_geometry import Pair, Shape
 from eqzoo.nn._precision import at_least_float32
 from eqzoo.nn.conv import as_pair, conv2d, same_tf_padding
 

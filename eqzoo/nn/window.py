@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from eqzoo.nn._conv_primitives import Pair
+from eqzoo.nn._conv_geometry import Pair
 from eqzoo.nn._init import Init, constant, normal
 from eqzoo.nn._precision import at_least_float32
 from eqzoo.nn.attention import attend, merge_heads, split_heads

@@ -11,8 +11,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from eqzoo.nn import _conv_cpu
 from eqzoo.nn import _conv_primitives as primitives
-from eqzoo.nn._conv_primitives import Geometry, conv, conv_dw, conv_dx
+from eqzoo.nn._conv_geometry import Geometry
+from eqzoo.nn._conv_primitives import conv, conv_dw, conv_dx
 from eqzoo.nn.conv import Conv2d, conv2d
 
 # dense, dense with many inputs, with many channels (Winograd's), grouped, grouped with merged groups left over, two
@@ -103,7 +105,7 @@ def test_cropped_on_one_side_and_padded_on_the_other(channels):
 @pytest.mark.parametrize("images", [33, 70])
 @pytest.mark.parametrize("options", GEOMETRIES)
 def test_images_side_by_side_in_parts_equal_lax(options, images, monkeypatch):
-    monkeypatch.setattr(primitives, "CACHE", 2000)
+    monkeypatch.setattr(_conv_cpu, "CACHE", 2000)
     x, w, y, geometry = operands("deep", n=images, **GEOMETRIES[options])
     functions = [
         jax.jit(lambda *arrays, prefix=prefix: all_three(*arrays, geometry, prefix)) for prefix in ("cpu_", "lax_")
