@@ -334,13 +334,15 @@ LAYERS = [
 
 # torch pads a copy there, and says so.
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_layer_and_gradients_equal_upstream(layer):
+@pytest.mark.parametrize(
+    ("ins", "outs", "layer"), [*((8, 16, layer) for layer in LAYERS), (64, 65, dict(kernel_size=3, padding=1))], ids=str
+)
+def test_layer_and_gradients_equal_upstream(ins, outs, layer):
     import torch
     from timm.layers.conv2d_same import conv2d_same
 
-    conv = Conv2d(8, 16, **layer, key=jax.random.key(0))
-    image, cotangent = normal(3, 11, 10, 8), None
+    conv = Conv2d(ins, outs, **layer, key=jax.random.key(0))
+    image, cotangent = normal(3, 11, 10, ins), None
     tensors = [torch.tensor(np.asarray(a), requires_grad=True) for a in (image, conv.weight)]
     bias = None if conv.bias is None else torch.tensor(np.asarray(conv.bias), requires_grad=True)
     options = (conv.stride, 0 if conv.padding == "same_tf" else conv.padding, conv.dilation, conv.groups)
