@@ -49,22 +49,25 @@ class Frozen(eqx.Module):
     state: eqx.nn.State
 
     def __call__(self, x: Array, *, key: PRNGKeyArray | None = None) -> Any:
-        return _without_state(self.model, self.state)(x, key=key)
+        return _WithoutState(self.model, self.state)(x, key=key)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("model", "state") or name.startswith("__"):  # not set yet: the module is being rebuilt
             raise AttributeError(name)
         attribute = getattr(self.model, name)
         if callable(attribute) and "state" in inspect.signature(attribute).parameters:
-            return _without_state(attribute, self.state)
+            return _WithoutState(attribute, self.state)
         return attribute
 
 
-def _without_state(function: Callable[..., Any], state: eqx.nn.State) -> Callable[..., Any]:
-    def call(x, **options):
-        return function(x, jax.lax.stop_gradient(_copy(state)), **options)[0]  # statistics are no parameters
+class _WithoutState(eqx.Module):
+    """A pytree as the method is, so that `eqx.filter_jit` takes its weights as arguments: no constants of a program."""
 
-    return call
+    function: Callable[..., Any]
+    state: eqx.nn.State
+
+    def __call__(self, x: Array, **options: Any) -> Any:
+        return self.function(x, jax.lax.stop_gradient(_copy(self.state)), **options)[0]  # statistics are no parameters
 
 
 def _copy(state: eqx.nn.State) -> eqx.nn.State:

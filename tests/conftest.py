@@ -11,6 +11,7 @@ import pytest
 # Before JAX starts: sharding needs several devices; the cache spares workers and later runs each other's compilations;
 # and what tests compile runs once or twice.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"  # the other cores have tests of their own
 if version("jaxlib").startswith("0.10."):  # later versions no longer have it: the quicker of two code generators
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

@@ -1,5 +1,5 @@
-"""Every Python block of README and docs runs, page by page from top to bottom, and prints what its comments say; every
-shell command's script exists."""
+"""Every Python block of README and docs runs, page by page from top to bottom, and prints what its comments say (those
+of the lessons: `test_lessons`); every shell command's script exists."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,10 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for skip, lang, code in BLOCK.findall(page.read_text()) if lang == language and not skip]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+RUN = [page for page in PAGES if page.parent.name != "lessons" and blocks(page, "python")]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_the_python_of_a_page_runs_and_prints_what_it_says(page, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "page"}

@@ -105,18 +105,18 @@ def test_derivatives(subject):
         parameters, state, xs = cast((parameters, state, xs), jnp.float64)
         point, unflatten = ravel_pytree(parameters)
         direction = jax.random.normal(jax.random.key(6), point.shape, jnp.float64)
-        step = 1e-8 * direction  # so short that no ReLU switches on the way
 
         @jax.jit
-        def derivatives(point, state, xs, keys):
+        def derivatives(point, direction, state, xs, keys):
             loss = lambda point: error(train(eqx.combine(unflatten(point), static), state, xs, keys)[0])
             along = lambda point: jax.jvp(loss, (point,), (direction,))[1]
             slope, transposed_product = jax.value_and_grad(along)(point)
             gradient, product = jax.jvp(jax.grad(loss), (point,), (direction,))
+            step = 1e-8 * direction  # so short that no ReLU switches on the way
             after, before = jax.lax.map(loss, jnp.stack([point + step, point - step]))
             return gradient, slope, (after - before) / 2e-8, product, transposed_product
 
-        gradient, slope, finite, product, transposed_product = derivatives(point, state, xs, keys)
+        gradient, slope, finite, product, transposed_product = derivatives(point, direction, state, xs, keys)
         assert abs(gradient @ direction - finite) <= 1e-6 * abs(finite)
         assert abs(gradient @ direction - slope) <= 1e-9 * abs(slope)
         assert jnp.isfinite(product).all()
