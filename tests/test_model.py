@@ -120,6 +120,24 @@ def test_freeze_gives_a_pure_function_with_the_models_other_methods(tiny):
     assert not eqzoo.is_stateful(frozen)
 
 
+def test_a_frozen_models_methods_hold_its_weights_as_leaves(tiny):
+    """So that `eqx.filter_jit` takes them as arguments; in a closure they would be constants of the program."""
+    model, state, images = tiny
+    frozen = eqzoo.freeze(model, state)
+    assert eqx.tree_equal(jax.tree.leaves(frozen.features), jax.tree.leaves(frozen))
+    traces = 0
+
+    @eqx.filter_jit
+    def last(features, x):
+        nonlocal traces
+        traces += 1
+        return features(x)[-1]
+
+    other = jax.tree.map(lambda leaf: 2 * leaf if eqx.is_array(leaf) else leaf, frozen)
+    assert not np.array_equal(last(frozen.features, images[0]), last(other.features, images[0]))
+    assert traces == 1
+
+
 def test_a_frozen_models_statistics_get_no_gradient(tiny):
     model, state, images = tiny
     frozen = eqzoo.freeze(model, state)
