@@ -18,7 +18,6 @@ import pickle
 import pickletools
 import random
 import resource
-import shutil
 import struct
 import subprocess
 import sys
@@ -514,8 +513,10 @@ def watch():
 
 
 def write(folder: Path, files: Files) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "folder").mkdir(parents=True)
+    (folder / "folder").mkdir(parents=True, exist_ok=True)
+    for earlier in folder.iterdir():
+        if earlier.is_file():
+            earlier.unlink()
     for name, content in files.items():
         (folder / name).write_bytes(content)
     return folder / "file" if "file" in files else folder
