@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from eqzoo.nn._init import is_traced
 
 _BLOCKS = 24  # with more, the loop over them runs out of registers
-_NARROWEST = 32  # columns, so that the loop takes several at a time
+_NARROWEST = 32  # columns, so that the loop takes several at a time; wider ones are read out of order, and that slowly
 
 
 class InPlace(eqx.Module):
@@ -66,19 +66,21 @@ class InPlace(eqx.Module):
         x = _computed_once(x.astype(jnp.promote_types(dtype, jnp.float32)))
         # Without the barrier, XLA would cut and widen the blocks of a matrix before a loop over tokens, and keep them.
         array, x = jax.lax.optimization_barrier((self.array, x))
-        matrix = InPlace(array, self.index, self.dtype)
-        part = lambda block: matrix._columns(block) * x[block]
-        inputs = self.shape[-1]
-        width = min(inputs, max(_NARROWEST, inputs // _BLOCKS // _NARROWEST * _NARROWEST))
-        whole = inputs - inputs % width
+        pieces = _pieces_of_rows(self.shape[-1])
+        matrix = InPlace(array.reshape(*array.shape[:-1], pieces, -1), self.index, self.dtype)
+        x = x.reshape(pieces, -1)
+        part = lambda block: matrix._columns(block) * x[:, block]
+        columns = x.shape[1]
+        width = min(columns, max(_NARROWEST, columns // _BLOCKS // _NARROWEST * _NARROWEST))
+        whole = columns - columns % width
         blocks = [slice(start, start + width) for start in range(0, whole, width)]
         y = _sum_of_columns(reduce(add, map(part, blocks)))
-        y = y if whole == inputs else y + _sum_of_columns(part(slice(whole, inputs)))
+        y = y if whole == columns else y + _sum_of_columns(part(slice(whole, columns)))
         return y.astype(dtype)
 
-    def _columns(self, block: slice) -> Float[Array, "out width"]:
-        """A block of columns, as wide numbers."""
-        taken = self._taken((0, block.start), (self.shape[-2], block.stop - block.start))
+    def _columns(self, block: slice) -> Float[Array, "out pieces width"]:
+        """A block of columns of each piece, as wide numbers."""
+        taken = self._taken((0, 0, block.start), (*self.shape[:2], block.stop - block.start))
         if self.dtype == jnp.bfloat16:  # which is the upper half of a float32
             return jax.lax.bitcast_convert_type(taken.astype(jnp.uint32) << 16, jnp.float32)
         return taken.astype(jnp.promote_types(self.dtype, jnp.float32))
@@ -108,6 +110,14 @@ def _computed_once(x: Float[Array, " n"]) -> Float[Array, " n"]:
     return jnp.ones(2, x.dtype) @ jnp.stack([x, jnp.zeros_like(x)])
 
 
-def _sum_of_columns(columns: Float[Array, "out width"]) -> Float[Array, " out"]:
+def _pieces_of_rows(inputs: int) -> int:
+    """How many to cut rows into, so that each has up to `_BLOCKS` of the narrowest blocks, but four or more."""
+    blocks = inputs // _NARROWEST
+    fits = (n for n in range(1, blocks // 4 + 1) if inputs % (n * _NARROWEST) == 0 and blocks // n <= _BLOCKS)
+    return next(fits, 1)
+
+
+def _sum_of_columns(columns: Float[Array, "out pieces width"]) -> Float[Array, " out"]:
     """As a product, because XLA:CPU would fuse a sum with what is added, and then has no fast loop for either."""
-    return columns @ jnp.ones(columns.shape[1], columns.dtype)
+    out, pieces, width = columns.shape
+    return (columns.reshape(-1, width) @ jnp.ones(width, columns.dtype)).reshape(out, pieces).sum(1)
