@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array
 
 from eqzoo.nn._conv_geometry import AXES, Geometry, Pair, Shape, conv_dx_shape, group_axis, join, merge, split, unjoin
@@ -296,14 +297,11 @@ def depthwise_conv_dw(x: Array, y: Array, *, geometry: Geometry) -> Array:
 def _in_memory(function: Callable[..., Any], *operands: Any) -> Any:
     """`function(*operands)`, its operands and its result kept as arrays.
 
-    XLA would fuse them with what comes before and after and compute them time and again. Only a branch stops it, of
-    which it doesn't know that it is always taken.
+    XLA would fuse them with what comes before and after and compute them time and again. A call that it may not inline
+    stops it.
     """
-    result = jax.eval_shape(function, *operands)
-    otherwise = lambda *_: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), result)
-    array = jax.tree.leaves(operands)[-1]  # the first may be padded, with what XLA knows
-    nans = jnp.sum(jnp.isnan(array[(slice(1),) * array.ndim]))
-    return lax.cond(nans + 1 > 0, function, otherwise, *operands)
+    with set_xla_metadata(inlineable="false"):
+        return jax.jit(function)(*operands)
 
 
 # Grouped: neighbouring groups merge into one dense block, mostly zeros, of up to 32 channels
