@@ -26,7 +26,7 @@ def exact(*arrays: jax.Array) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("inputs", [1, 7, 32, 100, 800, 1376], ids="{} columns".format)
+@pytest.mark.parametrize("inputs", [1, 7, 32, 100, 800, 1376, 2000], ids="{} columns".format)
 @pytest.mark.parametrize("axes", [(), (3,), (3, 2)], ids="{} before".format)
 def test_a_matrix_times_a_vector(axes, inputs, dtype):
     with jax.enable_x64(dtype == jnp.float64):
